@@ -150,9 +150,7 @@ class _Rank:
     """A rank's computations, with fixed times, and its copies."""
 
     def __init__(self, timeline: Timeline, rank: int, wanted: Offload | None, margin: float) -> None:
-        self.timeline = timeline
-        self.rank = rank
-        self.spans = timeline.spans[rank]
+        self.timeline, self.rank, self.spans = timeline, rank, timeline.spans[rank]
         assert timeline.graph, "it was simulated"
         seconds, arrivals = durations(timeline.graph, timeline.costs), timeline.graph.arrivals
         ops = zip(timeline.graph.ops[rank], self.spans, strict=True)

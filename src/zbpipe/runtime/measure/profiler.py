@@ -104,9 +104,7 @@ class Profiler:
             )
         self.costs: JobCosts | None = None
         self.records: list[StepRecord] = []
-        self._schedule = schedule
-        self._group = group
-        self._done = done
+        self._schedule, self._group, self._done = schedule, group, done
         collect(schedule, [*[Wanted.NOTHING] * WARM_UP, Wanted.MEMORY, *[Wanted.WAITS] * steps], self._finish)
 
     def _finish(self, records: list[StepRecord]) -> None:
