@@ -9,8 +9,10 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,12 +20,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from llama import Block, FeedForward
 from models import Checkpointing, checkpointed
-from pipelines import Pipeline, on_one_rank, squared_error
+from pipelines import Pipeline, as_rank, on_one_rank, squared_error
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -34,11 +37,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zbpipe
+from zbpipe.costs.model import CostModel, Link
 from zbpipe.runtime.split.stage import find_split
 from zbpipe.runtime.split.waits import MEASURED_STEP
 from zbpipe.runtime.verify.gradient_check import schedule_w_last
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind
+from zbpipe.simulator.offloading import offload
 
 DIM, SEQUENCE, HEADS, BATCH, MICROBATCHES = 16, 8, 4, 2, 4
 OPS = torch.ops._c10d_functional
@@ -427,6 +432,40 @@ def test_checked_steps_are_filled(one_rank: None) -> None:
     assert check.report is not None
     assert check.report.deferred
     assert 0 < filled[0] == filled[1] - filled[0]
+
+
+def test_the_log_is_of_the_first_filled_step(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Also if that has another number of microbatches, and follows an evaluation."""
+    caplog.set_level("INFO")
+    schedule = on_this_rank(lambda: nn.Sequential(Scattered(), Scattered()))
+    run_steps(schedule, MEASURED_STEP - 1)
+    with patch.object(schedule.waits, "_find_budgets", lambda: {"I1": [0, 2 * 2 * 4 * 4]}):
+        run_steps(schedule, 1)
+    caplog.clear()
+    schedule.eval(torch.ones(4, 4), target=torch.ones(4, 4))
+    assert not caplog.messages
+    for _ in range(2):
+        schedule.step(torch.ones(6, 4), target=torch.ones(6, 4), microbatches=3)
+    (said,) = [each for each in caplog.messages if "fill_waits" in each]
+    assert said.startswith("fill_waits='own': W's products filled 100% of these waits, ")
+
+
+def test_copies_and_receives_are_placed_for_times_without_fills() -> None:
+    """With copies to the host nothing fills waits."""
+    schedule = zbpipe.generate("ZBV", 2, 4)
+    waits = {OpKind.F: (0.45,) * 4, OpKind.I: (0.45,) * 4}
+    plain = replace(CostModel.uniform(schedule.placement, host=Link(bandwidth=2), waits=waits), link=Link(0.2))
+    copied = offload(schedule, plain)
+    assert copied.has_copies
+    found = []
+    with as_rank(0, 2):
+        for each in (plain, replace(plain, fill_waits="all")):
+            stages = [PipelineStage(nn.Linear(4, 4), n, 4, torch.device("cpu")) for n in (0, 3)]
+            runtime: Any = zbpipe.build_pipeline_schedule(
+                copied, stages, 4, squared_error, costs=each, transport="one queue"
+            )
+            found.append([str(action) for action in runtime.pipeline_order_with_comms[0]])
+    assert found[0] == found[1]
 
 
 NAP = 0.02

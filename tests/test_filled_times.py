@@ -18,11 +18,12 @@ import zbpipe
 from zbpipe.costs.file import dump_costs, load_costs
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.layers import Layer, LayerCosts
-from zbpipe.costs.model import CostModel
+from zbpipe.costs.model import CostModel, Link
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.lower_bound import period_bound
+from zbpipe.simulator.offloading import offload
 from zbpipe.simulator.simulation import period, simulate
 from zbpipe.testing import cost_models, schedules
 
@@ -115,7 +116,7 @@ def test_no_filled_step_is_below_its_bound_or_above_the_unfilled_one(data: st.Da
     bound = period_bound(schedule.placement, filled.costs, schedule.num_microbatches)
     assert bound <= period(schedule, filled.costs) + 1e-9
     # What W takes less is at most what the ranks wait.
-    most = sum(costs.of(*op).waits for row in schedule for op in row)
+    most = sum(filled.costs.of(*op).hides for row in schedule for op in row)
     assert -1e-9 <= sum(off.busy) - sum(filled.busy) <= most + 1e-9
 
 
@@ -174,15 +175,29 @@ def test_cost_files_have_them(tmp_path: Any) -> None:
 
 
 def test_waits_grow_with_the_size_of_a_microbatch() -> None:
-    costs = COSTS(waits={I: (0.5, 1.0)}, sizes=(1, 3), of_size=1)
-    assert [costs.of(1, kind, 1).waits for kind in "FIWB"] == [0, 3, 0, 3]
-    assert [costs.of(0, "I", number).waits for number in (-1, 0, 1)] == [1, 0.5, 1.5]
+    costs = COSTS(waits={I: (0.5, 1.0)}, fill_waits="own", sizes=(1, 3), of_size=1)
+    assert [costs.of(1, kind, 1).hides for kind in "FIWB"] == [0, 3, 0, 3]
+    assert [costs.of(0, "I", number).hides for number in (-1, 0, 1)] == [1, 0.5, 1.5]
 
 
 def test_copies_to_the_host_leave_nothing_to_fill() -> None:
     schedule = Schedule.from_csv("0F0,0OF0,0RF0,0I0,0W0", name="copies")
     costs = CostModel((1,), (1,), (1,), activations=(1,), waits={I: 1})
     assert simulate(schedule, costs, fill_waits="own").makespan == simulate(schedule, costs).makespan == 3
+
+
+@pytest.mark.parametrize("transport", ["ideal", "one queue", "queue per peer", "shared with compute"])
+def test_copies_are_planned_for_times_without_fills(transport: str) -> None:
+    """They delay no op, and ranks receive as if nothing could be filled."""
+    for name, ranks, share, speed in (("ZBH1", 4, 0.9, 2), ("ZBV", 3, 0.9, 2), ("ZBV", 2, 0.9, 2), ("ZBV", 3, 0.2, 2)):
+        schedule = zbpipe.generate(name, ranks, 2 * ranks)
+        filled = replace(waiting(schedule, share), host=Link(bandwidth=speed), link=Link(0.2), fill_waits="all")
+        off = replace(filled, fill_waits="off")
+        copied = offload(schedule, filled)
+        assert copied == offload(schedule, off)
+        assert copied.has_copies
+        one, other = (simulate(copied, costs, transport=transport) for costs in (filled, off))
+        assert one.spans == other.spans
 
 
 def test_the_table_of_the_docs() -> None:

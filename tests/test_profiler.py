@@ -303,7 +303,7 @@ def test_who_has_seen_enough_leaves(one_rank: None) -> None:
     for _ in range(4):
         schedule.step(x := torch.randn(2 * MICROBATCHES, WIDTH), target=x)
         left.append([type(each).__name__ for each in schedule._watchers])
-    both, collector = ["_WithWaits", "GradientCheck"], ["_WithWaits"]
+    both, collector = ["Collector", "GradientCheck"], ["Collector"]
     assert left == [both, both, collector, []]
     assert profiler.costs is not None
     assert check.report is not None

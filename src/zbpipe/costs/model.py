@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, partial
+from itertools import repeat
 from math import inf
 from operator import mul
 from statistics import fmean
@@ -130,8 +131,8 @@ class OpCosts(NamedTuple):
     """Working memory while it runs."""
     message: float = 0.0
     """Bytes of a message."""
-    waits: float = 0.0
-    """Seconds of it in which it waits for collectives."""
+    hides: float = 0.0
+    """Most seconds of W's products that run in its waits for collectives."""
 
     @property
     def needs(self) -> float:
@@ -189,29 +190,22 @@ class CommonCosts:
         ways: dict[str, Any] = {"link": self.link, "host": self.host or self.link}
         for name, given in ways.items():
             if not isinstance(given, Link):
-                way_out = "give a zbpipe.costs.Link, for example Link(bandwidth=25e9)"
-                raise TypeError(f"{what} cannot have {name} = {given!r}: {way_out}")
+                raise TypeError(_cannot(what, name, given, "a zbpipe.costs.Link, for example Link(bandwidth=25e9)"))
         if not isinstance(self.links, Mapping):
-            raise TypeError(
-                f"{what} cannot have links = {self.links!r}: give zbpipe.costs.Links by (from rank, to rank)"
-            )
+            raise TypeError(_cannot(what, "links", self.links, "zbpipe.costs.Links by (from rank, to rank)"))
         for key, link in self.links.items():
             is_pair = isinstance(key, tuple) and len(key) == 2 and all(type(rank) is int and rank >= 0 for rank in key)
             if not is_pair or not isinstance(link, Link):
-                raise TypeError(
-                    f"{what} cannot have links = {{{key!r}: {link!r}}}: give a zbpipe.costs.Link for each pair of ranks"
-                )
+                raise TypeError(_cannot(what, "links", {key: link}, "a zbpipe.costs.Link for each pair of ranks"))
         set_fields(
             self,
             links=FrozenDict(self.links),
             message_bytes=amount(what, "message_bytes", self.message_bytes),
             working=_check_by_kind(what, "working", self.working, count, each),
             waits=_check_by_kind(what, "waits", self.waits, count, each, tuple(seconds)),
-            freed_by_i=one_or_each("freed_by_i", self.freed_by_i, count, each, partial(share, what, "freed_by_i")),
+            freed_by_i=one_or_each(what, "freed_by_i", self.freed_by_i, count, each, share),
             overhead=amount(what, "overhead", self.overhead),
-            attention=one_or_each(
-                "attention", self.attention, count, each, partial(share, what, "attention", least=0.0)
-            ),
+            attention=one_or_each(what, "attention", self.attention, count, each, partial(share, least=0.0)),
             of_size=None if self.of_size is None else Size.parse(what, self.of_size),
         )
         set_fields(self, sizes=self._check_sizes(what))
@@ -220,17 +214,13 @@ class CommonCosts:
         for kind, waits in self.waits.items():
             for place, (wait, whole) in enumerate(zip(_each(waits, count), seconds[kind], strict=True)):
                 if wait > whole * (1 + ROUNDING):
-                    raise ValueError(
-                        f"{what} cannot have waits[{kind}] = {wait!r} for {each} {place}: its {kind} takes {whole!r},"
-                        " waits included"
-                    )
+                    reason = f"its {kind} takes {whole!r}, waits included"
+                    raise ValueError(f"{what} cannot have waits[{kind}] = {wait!r} for {each} {place}: {reason}")
 
     def _check_sizes(self, what: str) -> tuple[Size, ...]:
         given = self.sizes.tolist() if hasattr(self.sizes, "tolist") else self.sizes
         if not isinstance(given, (tuple, list)):
-            raise TypeError(
-                f"{what} cannot have sizes = {given!r}: give the tokens of each microbatch, like (4096, 2048)"
-            )
+            raise TypeError(_cannot(what, "sizes", given, "the tokens of each microbatch, like (4096, 2048)"))
         if self.of_size is None and len({isinstance(each, (tuple, list)) for each in given}) > 1:
             raise ValueError(
                 f"{what} cannot have sizes = {given!r}, of numbers and pairs: give pairs for all microbatches"
@@ -257,7 +247,7 @@ class CostModel(CommonCosts):
 
         >>> costs = CostModel(f=(1, 1), i=(1, 1), w=(1, 2), activations=(3e9, 1e9), freed_by_i=0.25)
         >>> costs.num_stages, costs.of(0, OpKind.I)
-        (2, OpCosts(seconds=1.0, adds=-750000000.0, working=0.0, message=0.0, waits=0.0))
+        (2, OpCosts(seconds=1.0, adds=-750000000.0, working=0.0, message=0.0, hides=0.0))
 
     Raises TypeError or ValueError for invalid numbers, and for lists of different lengths.
     """
@@ -281,18 +271,15 @@ class CostModel(CommonCosts):
 
     def __post_init__(self) -> None:
         what = "the costs of stages"
-        columns = {name: read_column(what, name, getattr(self, name)) for name in COLUMNS}
+        columns: dict[str, Any] = {name: read_column(what, name, getattr(self, name)) for name in COLUMNS}
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"f, i, w and activations need one number for each stage, got {lengths}")
         if not columns["f"]:
             raise ValueError("the costs of stages need at least one stage: f, i, w and activations are empty")
-        stages = lengths["f"]
-        collectives = {
-            name: one_or_each(name, getattr(self, name), stages, "stage", partial(amount, what, name))
-            for name in OF_DATA_PARALLELISM
-        }
-        set_fields(self, **columns, **collectives)
+        for name in OF_DATA_PARALLELISM:
+            columns[name] = one_or_each(what, name, getattr(self, name), lengths["f"], "stage")
+        set_fields(self, **columns)
         self.check_common(what, {OpKind.F: columns["f"], OpKind.I: columns["i"]}, "stage")
 
     @classmethod
@@ -312,12 +299,7 @@ class CostModel(CommonCosts):
         parts = [1 / len(placement.stages_on(rank)) for rank in placement.rank_of]
         seconds = (amount("uniform costs", name, each) for name, each in (("f", f), ("i", i), ("w", w)))
         columns = (tuple(each * part for part in parts) for each in (*seconds, 1.0))
-        return cls(
-            *columns,
-            link=Link(amount("uniform costs", "comm", comm)),
-            in_bytes=False,
-            **others,
-        )
+        return cls(*columns, link=Link(amount("uniform costs", "comm", comm)), in_bytes=False, **others)
 
     @property
     def num_stages(self) -> int:
@@ -367,24 +349,16 @@ class CostModel(CommonCosts):
         ]
 
     def _scaled(self, tokens: float, squares: float) -> CostModel:
-        factors = [tokens + share * (squares - tokens) for share in self.by_stage(self.attention)]
+        by_squares = [tokens + share * (squares - tokens) for share in self.by_stage(self.attention)]
 
-        def scale(
-            values: tuple[float, ...], factors: Sequence[float] = (tokens,) * self.num_stages
-        ) -> tuple[float, ...]:
-            return tuple(map(mul, values, factors))
+        def scale(given: Any, factors: Iterable[float]) -> Any:
+            if isinstance(given, Mapping):
+                return {kind: scale(each, factors) for kind, each in given.items()}
+            return tuple(map(mul, given, factors))
 
-        return replace(
-            self,
-            f=scale(self.f, factors),
-            i=scale(self.i, factors),
-            waits={kind: scale(self.by_stage(each), factors) for kind, each in self.waits.items()},
-            w=scale(self.w),
-            activations=scale(self.activations),
-            working={kind: scale(self.by_stage(each)) for kind, each in self.working.items()},
-            message_bytes=self.message_bytes * tokens,
-            sizes=(),
-        )
+        scaled = {name: scale(getattr(self, name), by_squares) for name in ("f", "i", "waits")}
+        scaled |= {name: scale(getattr(self, name), repeat(tokens)) for name in ("w", "activations", "working")}
+        return replace(self, **scaled, message_bytes=self.message_bytes * tokens, sizes=())
 
     @cached_property
     def _of(self) -> list[dict[str, list[OpCosts]]]:
@@ -399,7 +373,8 @@ class CostModel(CommonCosts):
 
         def op(kind: OpKind, seconds: Sequence[float], frees: Sequence[float]) -> list[OpCosts]:
             working = self.by_stage(self.working.get(kind, 0.0))
-            waits = self.by_stage(self.waits.get(OpKind.I if kind is OpKind.B else kind, 0.0))
+            fills = self.fill_waits == "all" or (self.fill_waits == "own" and kind is not OpKind.F)
+            waits = self.by_stage(self.waits.get(OpKind.I if kind is OpKind.B else kind, 0.0) if fills else 0.0)
             columns = zip(seconds, frees, working, waits, strict=True)
             return [OpCosts(time + self.overhead, -freed, used, 0.0, wait) for time, freed, used, wait in columns]
 
@@ -442,6 +417,10 @@ class CostModel(CommonCosts):
         return (OpKind.B,) if self.saved_by_b(stage) > 0 else (OpKind.I, OpKind.W)
 
 
+def _cannot(what: str, name: str, given: object, way_out: str) -> str:
+    return f"{what} cannot have {name} = {given!r}: give {way_out}"
+
+
 def _check_by_kind(
     what: str, field: str, given: Any, count: int, each: str, kinds: Sequence[OpKind] = COMPUTATIONS
 ) -> FrozenDict[OpKind, tuple[float, ...]]:
@@ -451,12 +430,8 @@ def _check_by_kind(
             f"{what} cannot have {field} = {given!r}: give numbers by zbpipe.OpKind"
             f" {', '.join(kinds[:-1])} or {kinds[-1]}, for example {{OpKind.I: 2}}"
         )
-    found = {}
-    for kind in given:
-        name = f"{field}[{kind}]"
-        read = one_or_each(name, given[kind], count, each, partial(amount, what, name))
-        found[kind] = _each(read, count)
-    return FrozenDict(found)
+    found = {kind: one_or_each(what, f"{field}[{kind}]", given[kind], count, each) for kind in given}
+    return FrozenDict({kind: _each(read, count) for kind, read in found.items()})
 
 
 def _each(given: float | tuple[float, ...], count: int) -> tuple[float, ...]:

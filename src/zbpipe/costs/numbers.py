@@ -104,14 +104,14 @@ class Size(NamedTuple):
 
 
 def one_or_each(
-    name: str, given: Any, count: int, each: str, read: Callable[[Any], float]
+    what: str, name: str, given: Any, count: int, each: str, read: Callable[[str, str, Any], float] = amount
 ) -> float | tuple[float, ...]:
     given = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(given, (tuple, list)):
-        return read(given)
+        return read(what, name, given)
     if len(given) != count:
         raise ValueError(f"{name} has to be one number, or one for each {each}: got {len(given)} for {count}")
-    return tuple(map(read, given))
+    return tuple(read(what, name, value) for value in given)
 
 
 def set_fields(instance: object, **fields: Any) -> None:

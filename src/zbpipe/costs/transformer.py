@@ -197,8 +197,8 @@ def typical_costs(
     working = {kind: block.working(checkpointing, kind, tensor) / (_BLOCKS_PER_RANK * kept) for kind in COMPUTATIONS}
     freed = 1 - block.kept_by_i(tensor) / kept
     costs = CostModel.uniform(placement, *times, comm=comm, freed_by_i=freed, working=working, host=host)
-    of_f, of_i = (tuple(part * each for each in own) for own, part in zip((costs.f, costs.i), waits, strict=True))
-    return replace(costs, waits={OpKind.F: of_f, OpKind.I: of_i}) if any(waits) else costs
+    parts = zip((OpKind.F, OpKind.I), (costs.f, costs.i), waits, strict=True)
+    return replace(costs, waits={kind: tuple(part * each for each in own) for kind, own, part in parts if part})
 
 
 def usual_costs(

@@ -158,12 +158,7 @@ def require_matching_messages(runtime: pipelining.PipelineSchedule, name: str, o
 
 
 def require_step(
-    runtime: pipelining.ScheduleRuntime,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    target: Any,
-    *,
-    is_first: bool,
+    runtime: pipelining.ScheduleRuntime, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, *, is_first: bool
 ) -> None:
     """Refuse a step that all ranks can refuse alike: without a loss, an empty batch, a target that does not split into
     equal microbatches, and in the first step parameters that cannot be trained."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zbpipe.costs.job import MemoryLimit
 from zbpipe.costs.model import CostModel, Receives, Transport
@@ -118,6 +118,7 @@ class Lists:
             return self._lowered[schedule]
         checks.require_runnable(schedule)
         computations, costs = schedule.computations, self.simulated_costs
+        costs = replace(costs, fill_waits="off") if schedule.has_copies else costs  # copies leave nothing to fill
         pipelining.lower(runtime, computations)
         receives = self.receives or best_receives(computations, costs, self.transport)
         rows = passes.place_receives(pipelining.rows_of(runtime), receives, simulate(computations, costs))

@@ -175,12 +175,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         if not self.waits.is_decided:
             gradients.has_collectives = set()
         self._split: Callable[[], object] | None = partial(
-            split.split_backward,
-            stages,
-            split_backward,
-            gradients,
-            in_compiled_regions=not plain,
-            waits=self.waits,
+            split.split_backward, stages, split_backward, gradients, in_compiled_regions=not plain, waits=self.waits
         )
         """Splits the backward into I and W; None afterwards."""
         self.defers_loss = defer_loss and split_backward != "autograd"

@@ -95,25 +95,28 @@ def _bound_of_sizes(
     """The bound for microbatches of the smallest size, or a rank's actual work after its first input."""
     least = costs.least
     begins = _alone(placement, _as_possible(placement, least, None)).forward_start
-    ranks = (placement.stages_on(rank) for rank in range(placement.num_ranks))
-    lengths = (begins[own[0]] * (bound is lower_bound) + num_microbatches * _work(costs.alike, own) for own in ranks)
+    begins = begins if bound is lower_bound else (0.0,) * len(begins)
+    lengths = (begins[own[0]] + num_microbatches * _work(costs.alike, own) for own, _ in _ranks(placement, None))
     return max(bound(placement, least, num_microbatches, *limits), *lengths)
 
 
 def _work(costs: CostModel, stages: Sequence[int]) -> float:
     """Least seconds of a rank for one microbatch."""
-    f, i, b = ([costs.of(stage, kind) for stage in stages] for kind in (OpKind.F, OpKind.I, OpKind.B))
-    work = sum(each.seconds for each in (*f, *b))
+    ops = [costs.of(stage, kind) for stage in stages for kind in (OpKind.F, OpKind.B)]
+    hidden = sum(_hidden(costs, stage) for stage in stages)
     if costs.fill_waits == "all":
-        w = sum(each.seconds for each in b) - sum(each.seconds for each in i)
-        return work - min(w, sum(each.waits for each in (*f, *i)))
-    return work - sum(_hidden(costs, stage) for stage in stages)
+        hidden = min(sum(_products(costs, stage) for stage in stages), sum(each.hides for each in ops))
+    return sum(each.seconds for each in ops) - hidden
 
 
 def _hidden(costs: CostModel, stage: int) -> float:
     """Most seconds of W's products in the waits of their own I or B."""
-    i, b = costs.of(stage, OpKind.I), costs.of(stage, OpKind.B)
-    return 0.0 if costs.fill_waits == "off" else min(b.seconds - i.seconds, i.waits)
+    return min(_products(costs, stage), costs.of(stage, OpKind.I).hides)
+
+
+def _products(costs: CostModel, stage: int) -> float:
+    """Seconds of W without overhead."""
+    return costs.of(stage, OpKind.W).seconds - costs.overhead
 
 
 class _Path(NamedTuple):
@@ -174,9 +177,8 @@ class _Possible(NamedTuple):
         cost = self.costs.of(stage, kind)
         if kind not in (OpKind.W, OpKind.B):
             return cost
-        i, b = (self.costs.of(stage, each).seconds for each in (OpKind.I, OpKind.B))
-        seconds = cost.seconds - (i + cost.seconds - b) if kind is OpKind.W else b
-        return cost._replace(seconds=seconds - _hidden(self.costs, stage))
+        whole = _products(self.costs, stage) if kind is OpKind.W else cost.seconds
+        return cost._replace(seconds=whole - _hidden(self.costs, stage))
 
     def saves_by_b(self, stage: int) -> bool:
         return stage not in self.forced and self.costs.saved_by_b(stage) > 0
@@ -226,11 +228,9 @@ def _rank_bound(
     sizes = [least.of(stage, OpKind.F).adds for stage in stages]
     waiting = [least.of(stage, OpKind.W).frees for stage in stages]
     room = _room(stages, least, limit)
-    hidden = [_hidden(least.costs, stage) for stage in stages]
-    f = [least.of(stage, OpKind.F).seconds for stage in stages]
-    w, backward = (
-        [least.of(stage, kind).seconds + each for stage, each in zip(stages, hidden, strict=True)]
-        for kind in (OpKind.W, OpKind.B)
+    f, w, backward = (
+        [least.of(stage, kind).seconds + (kind is not OpKind.F) * _hidden(least.costs, stage) for stage in stages]
+        for kind in (OpKind.F, OpKind.W, OpKind.B)
     )
     forwards = _knapsack(f, sizes, num_microbatches, room.before_backward)
     weights = _knapsack(w, waiting, num_microbatches, room.before_weight)

@@ -107,7 +107,7 @@ def offload(
     limits = limit.resolve(costs, schedule.num_ranks, schedule.num_microbatches)
     require_valid(schedule)
     schedule = schedule.computations
-    timeline = simulate(schedule, costs, transport=transport)
+    timeline = simulate(schedule, costs, transport=transport, fill_waits="off")  # as with copies
     ranks = [_Rank(timeline, rank, wanted, margin) for rank in range(schedule.num_ranks)]
     least = [rank.offload(limit) for rank, limit in zip(ranks, limits, strict=True)]
     over = [rank for rank, limit in enumerate(limits) if least[rank] > limit * (1 + ROUNDING)]
@@ -150,9 +150,7 @@ class _Rank:
     """A rank's computations, with fixed times, and its copies."""
 
     def __init__(self, timeline: Timeline, rank: int, wanted: Offload | None, margin: float) -> None:
-        self.timeline = timeline
-        self.rank = rank
-        self.spans = timeline.spans[rank]
+        self.timeline, self.rank, self.spans = timeline, rank, timeline.spans[rank]
         assert timeline.graph, "it was simulated"
         seconds, arrivals = durations(timeline.graph, timeline.costs), timeline.graph.arrivals
         ops = zip(timeline.graph.ops[rank], self.spans, strict=True)

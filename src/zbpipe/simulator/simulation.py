@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 from operator import add
+from typing import Any
 
 from zbpipe.costs.job import JobCosts, as_cost_model
 from zbpipe.costs.model import GATHER, ROUNDING, SENDS, CostModel, FillWaits, Receives, Transport
@@ -145,21 +146,13 @@ def gain_of_fills(timeline: Timeline) -> float:
 def gather_in_each_op(costs: CostModel) -> CostModel:
     """The costs with `fsdp_mode="reshard"`: each F and each backward gathers the parameters, takes no less time than
     that, and no gather precedes the step."""
-    f, i = (
-        tuple(max(each, costs.of(stage, GATHER).seconds) for stage, each in enumerate(own))
-        for own in (costs.f, costs.i)
-    )
+    f, i = (tuple(map(max, own, costs.by_stage(costs.gather))) for own in (costs.f, costs.i))
     return replace(costs, f=f, i=i, gather=0.0)
 
 
 def _step(timeline: Timeline, costs: CostModel) -> float:
-    return simulate(
-        timeline.schedule,
-        costs,
-        transport=timeline.transport,
-        receives=timeline.receives,
-        overlaps_fsdp=timeline.overlaps_fsdp,
-    ).makespan
+    how: Any = {name: getattr(timeline, name) for name in ("transport", "receives", "overlaps_fsdp")}
+    return simulate(timeline.schedule, costs, **how).makespan
 
 
 def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) -> Receives:
@@ -175,7 +168,8 @@ def _find_receives(
     overlaps_fsdp: Overlap = True,
 ) -> tuple[Receives, Rows]:
     """The best way to receive, or the given one, and the lists with messages."""
-    ideal = simulate(schedule.computations, costs, overlaps_fsdp=overlaps_fsdp)  # torch knows no copies
+    fills: FillWaits | None = "off" if schedule.has_copies else None
+    ideal = simulate(schedule.computations, costs, overlaps_fsdp=overlaps_fsdp, fill_waits=fills)
     messages = add_messages(schedule)
     if receives:
         return receives, place_receives(messages, receives, ideal)

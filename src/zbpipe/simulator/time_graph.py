@@ -211,32 +211,26 @@ def durations(graph: TimeGraph, costs: CostModel) -> list[float]:
                 messages[key] = costs.transfer(rank_of[stage], rank_of[other_end(node).stage], size)
             found.append(messages[key])
         elif kind == HEAD:
-            gather, op = (of(stage, each, microbatch).seconds for each in (GATHER, OpKind.F))
-            found.append(max(gather - op, 0.0))
+            found.append(max(of(stage, GATHER).seconds - of(stage, OpKind.F, microbatch).seconds, 0.0))
         else:
             found.append(0.0)
     if costs.fill_waits != "off" and not graph.schedule.has_copies:  # which take the products' tensors away
-        for ops in graph.ops:
-            _fill(ops, graph.nodes, costs, found)
+        _fill(graph.nodes[: graph.ops[-1].stop], costs, found)
     return found
 
 
-def _fill(ops: Iterable[int], nodes: Sequence[Cell], costs: CostModel, seconds: list[float]) -> None:
-    """Shorten W and B by the products that run in a rank's waits. An op's products can run in its own waits, after
-    those that are older. That depends on the order of the ops, and not on times."""
-    pending: dict[tuple[int, int], float] = {}
-    is_all = costs.fill_waits == "all"
-    for node in ops:
-        stage, kind, microbatch = nodes[node]
-        key = stage, microbatch
+def _fill(ops: Iterable[Cell], costs: CostModel, seconds: list[float]) -> None:
+    """Shorten W and B by the products that run in waits. An op's products can run in its own waits, after those that
+    are older. That depends on the order of the ops, and not on times."""
+    pending: dict[tuple[int, int], float] = {}  # empty again after each rank
+    for node, (stage, kind, microbatch) in enumerate(ops):
+        w = costs.of(stage, OpKind.W, microbatch).seconds - costs.overhead
         if kind in ("I", "B"):
-            whole, i = (costs.of(stage, each, microbatch).seconds for each in (OpKind.B, OpKind.I))
-            pending[key] = whole - i
-        room = costs.of(stage, kind, microbatch).waits if is_all or kind != "F" else 0.0
-        for each in sorted(pending, key=itemgetter(0)) if room else ():  # a stage's in the order of their I
-            if is_all or each[0] == stage:
-                took = min(room, pending[each])
-                pending[each], room = pending[each] - took, room - took
+            pending[stage, microbatch] = w
+        room = costs.of(stage, kind, microbatch).hides
+        for key in sorted(pending, key=itemgetter(0)) if room else ():  # a stage's in the order of their I
+            if costs.fill_waits == "all" or key[0] == stage:
+                took = min(room, pending[key])
+                pending[key], room = pending[key] - took, room - took
         if kind in ("W", "B"):
-            whole = costs.of(stage, OpKind.B, microbatch).seconds - costs.of(stage, OpKind.I, microbatch).seconds
-            seconds[node] = max(seconds[node] - (whole - pending.pop(key)), 0.0)
+            seconds[node] = max(seconds[node] - (w - pending.pop((stage, microbatch))), 0.0)

@@ -177,8 +177,7 @@ class Timeline:
 def _idle(spans: tuple[Span, ...], makespan: float) -> Idle:
     first_backward = next((n for n, span in enumerate(spans) if span.op.kind is not OpKind.F), len(spans))
     last_forward = max((n for n, span in enumerate(spans) if span.op.kind is OpKind.F), default=-1)
-    gaps = [0.0, 0.0, 0.0]
-    end = 0.0
+    gaps, end = [0.0, 0.0, 0.0], 0.0
     for n, span in enumerate(spans):
         phase = 0 if n <= first_backward else 1 if n <= last_forward else 2
         gaps[phase] += span.start - end

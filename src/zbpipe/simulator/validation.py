@@ -17,15 +17,7 @@ from zbpipe.costs.model import ROUNDING, SENDS, CostModel, Transport
 from zbpipe.schedule import tables
 from zbpipe.schedule.graph import CycleError, Graph
 from zbpipe.schedule.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule, inputs, reload_before
-from zbpipe.simulator.actions import (
-    COMPUTE,
-    RECEIVES,
-    Action,
-    Rows,
-    dependencies,
-    other_end,
-    sends_by_action,
-)
+from zbpipe.simulator.actions import COMPUTE, RECEIVES, Action, Rows, dependencies, other_end, sends_by_action
 from zbpipe.simulator.time_graph import TimeGraph
 
 N = TypeVar("N", bound=NamedTuple)
@@ -58,9 +50,7 @@ class Finding:
 
 
 def validate(
-    schedule: Schedule,
-    memory_limit: MemoryLimitLike | None = None,
-    costs: CostModel | None = None,
+    schedule: Schedule, memory_limit: MemoryLimitLike | None = None, costs: CostModel | None = None
 ) -> list[Finding]:
     """All faults of `schedule`. An empty list if it is valid.
 
@@ -86,10 +76,9 @@ def validate(
         ValueError: a limit is negative, or the number of limits or of the costs' stages is wrong.
     """
     require_schedule(schedule)
-    num_stages = schedule.placement.num_stages
 
     def dependencies(op: Op) -> Iterator[tuple[Op, ...]]:
-        yield from inputs(op, num_stages)
+        yield from inputs(op, schedule.placement.num_stages)
         if reload := reload_before(op):
             yield (reload,)
 
@@ -136,20 +125,18 @@ def _find_misplaced(schedule: Schedule, places: _Places) -> Iterator[Finding]:
     """Ops in a wrong place: unknown, on another stage's rank, or doubled."""
     placement, microbatches = schedule.placement, schedule.num_microbatches
     for op, standing in places.items():
+        first_rank, first_position = standing[0]
         for again, (rank, position) in enumerate(standing):
+            found: dict[Rule, str] = {}
             if not 0 <= op.stage < placement.num_stages:
-                message = f"there are only the stages 0 to {placement.num_stages - 1}"
-                yield Finding("foreign", rank, position, op, message)
+                found["foreign"] = f"there are only the stages 0 to {placement.num_stages - 1}"
             elif not 0 <= op.microbatch < microbatches:
-                message = f"there are only the microbatches 0 to {microbatches - 1}"
-                yield Finding("foreign", rank, position, op, message)
-            elif placement.rank_of[op.stage] != rank:
-                message = f"stage {op.stage} is on rank {placement.rank_of[op.stage]}, and a stage stays on its rank"
-                yield Finding("placement", rank, position, op, message)
+                found["foreign"] = f"there are only the microbatches 0 to {microbatches - 1}"
+            elif (own := placement.rank_of[op.stage]) != rank:
+                found["placement"] = f"stage {op.stage} is on rank {own}, and a stage stays on its rank"
             if again:
-                first_rank, first_position = standing[0]
-                message = f"it is already on rank {first_rank}, position {first_position}"
-                yield Finding("doubled", rank, position, op, message)
+                found["doubled"] = f"it is already on rank {first_rank}, position {first_position}"
+            yield from (Finding(rule, rank, position, op, message) for rule, message in found.items())
 
 
 def _find_missing(schedule: Schedule, places: _Places) -> Iterator[Finding]:

@@ -9,10 +9,10 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise, starmap
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -24,11 +24,10 @@ from zbpipe.costs.file import dump_costs
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.model import CostModel, Link, Links
 from zbpipe.runtime import checks
-from zbpipe.runtime._torch import collectives, compiler, fsdp2, hooks, pipelining
-from zbpipe.runtime._torch.attributes import replaced
+from zbpipe.runtime._torch import fsdp2, pipelining
 from zbpipe.runtime._torch.stage_work import OwnWork, find_work
-from zbpipe.runtime.device import find_device, seconds_between
-from zbpipe.runtime.measure.recording import Collector, StepRecord, Wanted, collect, watch
+from zbpipe.runtime.device import find_device
+from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.offload import Copier, make_copier
 from zbpipe.runtime.transport import find_messages
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement, Schedule, require_whole
@@ -105,12 +104,8 @@ class Profiler:
             )
         self.costs: JobCosts | None = None
         self.records: list[StepRecord] = []
-        self._schedule = schedule
-        self._group = group
-        self._done = done
-        wanted = [*[Wanted.NOTHING] * WARM_UP, Wanted.MEMORY, *[Wanted.TIMES] * steps]
-        self._collector = _WithWaits(wanted, self._finish)
-        watch(schedule, self._collector)
+        self._schedule, self._group, self._done = schedule, group, done
+        collect(schedule, [*[Wanted.NOTHING] * WARM_UP, Wanted.MEMORY, *[Wanted.WAITS] * steps], self._finish)
 
     def _finish(self, records: list[StepRecord]) -> None:
         memory, *self.records = records
@@ -119,52 +114,19 @@ class Profiler:
         dist.barrier(self._group)  # so that all ranks use the host link at the same time
         table = RankTable(
             seconds={**average_by_kind(self.records), **communication.collectives},
-            kept={(op.stage, str(op.kind)): taken for op, taken in memory.kept.items()},
-            most={(op.stage, str(op.kind)): taken for op, taken in memory.most.items()},
+            kept={op[:2]: taken for op, taken in memory.kept.items()},
+            most={op[:2]: taken for op, taken in memory.most.items()},
             links=communication.links,
             message_bytes=memory.message_bytes,
             host=measure_host(pipelining.device_of(stages[0])),
             overhead=find_overhead(self.records, stages[0].num_stages),
-            waits=self._collector.find_waits(),
+            waits=_average_by_key(((op[:2], each) for step in self.records for op, each in step.waits.items()), median),
         )
         tables: list[RankTable] = [table] * dist.get_world_size(self._group)
         dist.all_gather_object(tables, table, group=self._group)
         transport, _ = find_messages(self._schedule)
         self.costs = replace(combine(tables, find_placement(stages[0])), transport=transport)
         self._done(self.costs)
-
-
-class _WithWaits(Collector):
-    """Also times waits for collectives, in steps in which nothing fills them."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._waits: dict[int, dict[tuple[int, str, int], list[Any]]] = {}
-        """By step, and by op."""
-
-    @contextmanager
-    def around(self, schedule: Any) -> Iterator[None]:
-        stages, step = pipelining.stages_of(schedule), defaultdict[tuple[int, str, int], list[Any]](list)
-        if any(compiler.is_compiled(each) for stage in stages for each in stage.submod.modules()):
-            yield
-            return
-        self._waits[len(self.records)] = step
-        mark = find_device(pipelining.device_of(stages[0])).mark
-
-        def run(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
-            with collectives.marking_waits(mark) as spans:
-                result = compute()
-            step[stage, kind, microbatch] += spans
-            return result
-
-        unfilled = replaced(schedule.waits, budgets={}) if hasattr(schedule, "waits") else nullcontext()
-        with unfilled, hooks.hook(schedule, hooks.HookOrder.RECORD, run):
-            yield
-
-    def find_waits(self) -> dict[tuple[int, str], float]:
-        timed = (op for step, each in self._waits.items() if step for op in each.items())  # the first counts memory
-        sums = ((op[:2], sum(starmap(seconds_between, spans))) for op, spans in timed)
-        return _average_by_key(sums, median)
 
 
 def log_costs(costs: JobCosts, file: str | None = None, group: dist.ProcessGroup | None = None) -> None:
@@ -191,8 +153,7 @@ def average_by_kind(
     records: Iterable[StepRecord], average: Callable[[Sequence[float]], float] = median
 ) -> dict[tuple[int, str], float]:
     """Median seconds over all microbatches, by stage and kind of op. Single slow ops do not count."""
-    spans = (span for record in records for span in record.spans)
-    return _average_by_key((((span.op.stage, str(span.op.kind)), span.end - span.start) for span in spans), average)
+    return _average_by_key(((span.op[:2], _seconds(span)) for record in records for span in record.spans), average)
 
 
 def find_overhead(records: Iterable[StepRecord], num_stages: int) -> float:
@@ -229,27 +190,24 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
     f, i, b, w, gather, reduce = (
         tuple(seconds.get((stage, kind), 0.0) for stage in stages) for kind in (*"FIBW", "gather", "reduce")
     )
+    i = tuple(split or whole for split, whole in zip(i, b, strict=True))
     activations = tuple(max(kept.get((stage, "F"), 0.0), 0.0) for stage in stages)
     if not kept:
         activations = tuple(1 / len(placement.stages_on(rank)) for rank in placement.rank_of)
     beyond = {key: max(each - max(kept.get(key, 0.0), 0.0), 0.0) for key, each in most.items()}
     # Medians of an op and of its waits can be of different microbatches.
     waiting = {
-        OpKind.F: tuple(min(waits.get((stage, "F"), 0.0), f[stage]) for stage in stages),
-        OpKind.I: tuple(
-            min(waits.get((stage, "I"), waits.get((stage, "B"), 0.0)), i[stage] or b[stage]) for stage in stages
-        ),
+        kind: tuple(min(waits.get((n, kind), waits.get((n, other), 0.0)), each) for n, each in enumerate(own))
+        for kind, other, own in ((OpKind.F, "", f), (OpKind.I, "B", i))
     }
-    freed = (-kept.get((stage, "I"), 0.0) for stage in stages)
+    freed = (min(-kept.get((n, "I"), 0.0) / held, 1.0) if held else 0.0 for n, held in enumerate(activations))
     return JobCosts(
         CostModel(
             f,
-            tuple(split or whole for split, whole in zip(i, b, strict=True)),
+            i,
             w,
             activations,
-            freed_by_i=tuple(
-                min(each / held, 1.0) if held else 0.0 for each, held in zip(freed, activations, strict=True)
-            ),
+            freed_by_i=tuple(freed),
             links=links,
             message_bytes=float(max(table.message_bytes for table in tables)),
             host=_find_slowest([table.host for table in tables]),
@@ -257,7 +215,7 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
             gather=gather if any(gather) else 0.0,
             reduce=reduce if any(reduce) else 0.0,
             working={
-                kind: tuple(beyond.get((stage, str(kind)), 0.0) for stage in stages)
+                kind: tuple(beyond.get((stage, kind), 0.0) for stage in stages)
                 for kind in COMPUTATIONS
                 if any(key[1] == kind for key in beyond)
             },
@@ -317,9 +275,7 @@ def write_trace(
 
 
 def make_timelines(
-    schedule: pipelining.PipelineSchedule,
-    record: StepRecord,
-    communication: Communication | None = None,
+    schedule: pipelining.PipelineSchedule, record: StepRecord, communication: Communication | None = None
 ) -> Recorded:
     """A step of this rank, simulated and measured. All ranks of the job have to call this."""
     stages = pipelining.stages_of(schedule)

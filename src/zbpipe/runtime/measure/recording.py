@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from itertools import starmap
 from typing import Any, NamedTuple, cast
 from weakref import ref
 
@@ -18,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpipe.runtime._torch import autograd, hooks, on_meta, pipelining
+from zbpipe.runtime._torch import autograd, collectives, compiler, hooks, on_meta, pipelining
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime.device import find_device, seconds_between
 from zbpipe.schedule.ir import Op, OpKind
 from zbpipe.simulator.timeline import Span
@@ -33,6 +35,8 @@ class Wanted(Enum):
     TIMES = 2
     MEMORY = 3
     """Bytes that ops allocate, at the peak and at the end. On the CPU this distorts times."""
+    WAITS = 4
+    """Times, also of waits for collectives in eager modules. As with `MEMORY`, no products run in these waits."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class StepRecord:
     """Peak bytes that one op of each kind and stage had allocated and not freed, if requested."""
     message_bytes: int
     """Largest message per microbatch that this rank sends forward; 0 if it has only the last stage."""
+    waits: Mapping[Op, float] = field(default_factory=dict)
+    """Seconds in which each op waited for collectives; 0 if not requested."""
     is_typical: bool = True
     """False for a step whose microbatches all had one shape that is not the usual one."""
 
@@ -132,7 +138,7 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     watchers[:] = [watcher for watcher, _ in asked]
     looking = [(watcher, wanted) for watcher, wanted in asked if wanted is not Wanted.NOTHING]
     recorded = {wanted for _, wanted in looking} - {Wanted.STEP}
-    recorder = _Recorder(schedule, with_memory=Wanted.MEMORY in recorded) if recorded else None
+    recorder = _Recorder(schedule, recorded) if recorded else None
     if isinstance(schedule, pipelining.OwnRuntime) and looking:
         schedule.finish_optimizer_step()  # otherwise the record could include void actions
     try:
@@ -160,17 +166,21 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Recorder:
-    def __init__(self, schedule: pipelining.PipelineSchedule, with_memory: bool) -> None:
+    def __init__(self, schedule: pipelining.PipelineSchedule, wanted: Set[Wanted]) -> None:
         self._schedule = schedule
         self._own = cast(Any, schedule) if isinstance(schedule, pipelining.OwnRuntime) else None
-        self._name = type(schedule).__name__.removeprefix("Schedule")
-        if self._own:
-            self._name = self._own.schedule.name
-        stage = pipelining.stages_of(schedule)[0]
+        self._name = self._own.schedule.name if self._own else type(schedule).__name__.removeprefix("Schedule")
+        stages = pipelining.stages_of(schedule)
+        stage, modules = stages[0], (each for own in stages for each in own.submod.modules())
         self._group, self._last_stage = stage.group, stage.num_stages - 1
         device = pipelining.device_of(stage)
         self._device = find_device(device)
-        self._allocated = MemoryCounter(device) if with_memory else None
+        self._allocated = MemoryCounter(device) if Wanted.MEMORY in wanted else None
+        self._filler = getattr(schedule, "waits", None) if wanted & {Wanted.MEMORY, Wanted.WAITS} else None
+        self._follow_waits: Callable[[], AbstractContextManager[list[Any]]] = lambda: nullcontext([])
+        if Wanted.WAITS in wanted and not any(map(compiler.is_compiled, modules)):
+            self._follow_waits = partial(collectives.marking_waits, self._device.mark)
+        self._waits = defaultdict[Op, list[tuple[torch.Event, torch.Event]]](list)
         self._watched: dict[tuple[int, OpKind], Op] = {}
         """The op whose memory is measured, by stage and kind, because not all microbatches have all kinds."""
         self._marks: dict[Op, tuple[torch.Event, torch.Event]] = {}
@@ -184,6 +194,7 @@ class _Recorder:
         with (
             hooks.hook(self._schedule, hooks.HookOrder.RECORD, self._around),
             self._allocated.within_step() if self._allocated else nullcontext(),
+            replaced(self._filler, budgets={}) if self._filler else nullcontext(),
         ):
             yield
         self._end = self._device.mark()
@@ -194,8 +205,12 @@ class _Recorder:
         # The very first microbatch allocates `.grad`.
         is_late = microbatch >= min(1, pipelining.num_microbatches(self._schedule) - 1)
         is_watched = self._allocated and is_late and self._watched.setdefault((stage, op.kind), op) == op
-        with self._allocated.within_op(op) if self._allocated and is_watched else nullcontext():
+        with (
+            self._allocated.within_op(op) if self._allocated and is_watched else nullcontext(),
+            self._follow_waits() as waits,
+        ):
             result = compute()
+        self._waits[op] += waits
         # The loss is a second F of the last stage.
         first, _ = self._marks.get(op, (start, None))
         # The last stage's output, which may be all logits, is not sent.
@@ -213,8 +228,9 @@ class _Recorder:
         found = self._allocated.found if self._allocated else {}
         kept = {op: each.kept for op, each in found.items() if op.kind in (OpKind.F, OpKind.I)}
         most = {op: each.most for op, each in found.items()}
+        waits = {op: sum(starmap(seconds_between, each)) for op, each in self._waits.items()}
         is_typical = self._own is None or self._own.sizes.last_is_typical
-        return StepRecord(self._name, end, spans, kept, most, self._message_bytes, is_typical)
+        return StepRecord(self._name, end, spans, kept, most, self._message_bytes, waits, is_typical)
 
 
 class Bytes(NamedTuple):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from zbpipe.costs.model import FillWaits
 from zbpipe.runtime._torch import autograd, collectives, fsdp2
-from zbpipe.runtime.device import Accelerator, find_device, seconds_between
+from zbpipe.runtime.device import find_device, seconds_between
 from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.weight_gradients import WeightGradients
@@ -60,18 +60,15 @@ class WaitFiller:
         """FLOPs for each wait of an op, by kind and stage, such as "I3". None before they are agreed."""
         self.filled = 0
         """Number of products that ran in waits."""
-        self._flops = 0.0
-        """Of these products."""
-        self._untold: tuple[float, float] | None = None
-        """FLOPs that the waits of a step have room for, and W's FLOPs per second, until the log says how many ran."""
+        self._ran = self._room = 0.0
+        """FLOPs that ran in the waits of a step, and those that have room in them."""
+        self._rate = 0.0
+        """W's FLOPs per second, on the rank that logs. 0 once the log says how many ran."""
         self._works: Sequence[Work] = ()
+        self._mark: Callable[[], torch.Event]
+        """A timed event now, on the stages' device."""
         self._steps = 0
         self.is_measuring = False
-        self._budget: Sequence[float] = ()
-        """Of the running op's waits."""
-        self._number = 0
-        """Number of waits in the running op so far."""
-        self._has_autocast = False
         self._measured: defaultdict[str, list[list[_Span]]] = defaultdict(list)
         self._of_w: list[tuple[float, _Span]] = []
         """FLOPs and times of each W."""
@@ -90,16 +87,16 @@ class WaitFiller:
     @contextmanager
     def follow_step(self, works: Sequence[Work]) -> Iterator[None]:
         """Context of a training step."""
-        self._works = works
+        self._works, self._mark = works, find_device(works[0].stage.device).mark
         self._steps += 1
         self.is_measuring = self._steps >= MEASURED_STEP and not self.is_decided
         if not self.is_measuring:
-            before = self._flops
+            self._ran = self._room = 0.0
             yield
-            if self._untold and self.budgets:
-                (room, rate), ran, self._untold = self._untold, self._flops - before, None
+            if self._rate and self._room:
                 words = "fill_waits=%r: W's products filled %.0f%% of these waits, %.3g s of this step on this rank"
-                logger.info(words, self.how, 100 * ran / room, ran / rate)
+                logger.info(words, self.how, 100 * self._ran / self._room, self._ran / self._rate)
+                self._rate = 0.0
             return
         try:
             yield
@@ -111,10 +108,6 @@ class WaitFiller:
             self.is_measuring = False
             self._measured.clear()
             self._of_w.clear()
-
-    @property
-    def _device(self) -> Accelerator:
-        return find_device(self._works[0].stage.device)
 
     def fills(self, kind: str, work: Work) -> bool:
         return bool(self.budgets and self.budgets.get(f"{kind}{work.stage.stage_index}"))
@@ -130,14 +123,14 @@ class WaitFiller:
         if not self.is_measuring:
             yield
             return
-        flops, start = sum(each.flops for each in pending), self._device.mark()
+        flops, start = sum(each.flops for each in pending), self._mark()
         yield
-        self._of_w.append((flops, (start, self._device.mark())))
+        self._of_w.append((flops, (start, self._mark())))
 
     @contextmanager
     def _measure(self, kind: str, work: Work, pending: Sequence[PendingGradient]) -> Iterator[None]:
         before = fsdp2.mark_gradients(work.stage.submod)
-        with collectives.marking_waits(self._device.mark) as spans:
+        with collectives.marking_waits(self._mark) as spans:
             yield
         self._measured[f"{kind}{work.stage.stage_index}"].append(spans)
         if kind == "I":
@@ -181,41 +174,31 @@ class WaitFiller:
         flops = sum(flops for flops, _ in self._of_w)
         room = sum(sum(self.budgets.get(op, ())) * len(runs) for op, runs in self._measured.items())
         used = [op for op, budget in self.budgets.items() if budget]
+        said = f"no op waits for a collective for as long as a product of W takes (backend {dist.get_backend()})"
         if used:
-            self._untold = room, flops / sum(self.seconds_of_w())
-        logger.info(
-            "fill_waits=%r: %s",
-            self.how,
-            f"the collectives in {', '.join(used)} take as long as {room / flops:.0%} of W, and W's products fill them"
-            if used
-            else f"no op waits for a collective for as long as a product of W takes (backend {dist.get_backend()})",
-        )
+            self._rate, ops = flops / sum(self.seconds_of_w()), ", ".join(used)
+            said = f"the collectives in {ops} take as long as {room / flops:.0%} of W, and W's products fill them"
+        logger.info("fill_waits=%r: %s", self.how, said)
 
     @contextmanager
     def _fill_during(self, kind: str, work: Work, running: Sequence[PendingGradient]) -> Iterator[None]:
         assert self.budgets is not None
-        self._budget, self._number = self.budgets[f"{kind}{work.stage.stage_index}"], 0
-        self._has_autocast = autograd.any_autocast()
-        works = self._works if self.how == "all" else (work,)
+        budgets = self.budgets[f"{kind}{work.stage.stage_index}"]
+        self._room += sum(budgets)
+        left, works = iter(budgets), self._works if self.how == "all" else (work,)
+        has_autocast = autograd.any_autocast()
 
         def around(wait: Callable[[], Any]) -> Any:
-            number, self._number = self._number, self._number + 1
-            if number < len(self._budget):
-                self._fill(works, running, self._budget[number])
+            if chosen := list(self._choose(works, running, next(left, 0.0))):
+                self.filled += len(chosen)
+                self._ran += sum(gradient.flops for _, _, gradient in chosen)
+                with autograd.outside_of_modes(with_autocast=has_autocast):
+                    for giver, microbatch, gradient in chosen:
+                        giver.add_early(microbatch, gradient)
             return wait()
 
         with collectives.route_waits(around):
             yield
-
-    def _fill(self, works: Sequence[Work], running: Sequence[PendingGradient], budget: float) -> None:
-        chosen = list(self._choose(works, running, budget))
-        if not chosen:
-            return
-        self.filled += len(chosen)
-        self._flops += sum(gradient.flops for _, _, gradient in chosen)
-        with autograd.outside_of_modes(with_autocast=self._has_autocast):
-            for work, microbatch, gradient in chosen:
-                work.add_early(microbatch, gradient)
 
     def _choose(
         self, works: Sequence[Work], running: Sequence[PendingGradient], budget: float

@@ -89,11 +89,7 @@ class GradientCheck(Watcher):
     """
 
     def __init__(
-        self,
-        schedule: pipelining.PipelineSchedule,
-        steps: int = 1,
-        *,
-        tolerance: float | None = None,
+        self, schedule: pipelining.PipelineSchedule, steps: int = 1, *, tolerance: float | None = None
     ) -> None:
         checks.require_schedule("zbpipe.GradientCheck", schedule)
         if not isinstance(schedule, RegisteredSchedule):
