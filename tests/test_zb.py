@@ -69,7 +69,7 @@ def test_filled_orders_run_and_are_timed_as_simulated(drawn: tuple[Placement, in
     placement, microbatches, order = drawn
     costs = data.draw(cost_models(placement))
     limits = [data.draw(st.floats(1, 8)) * least for least in least_room(placement, costs)]
-    filled = Filler(placement, microbatches, costs, limits).fill(
+    filled = Filler("", placement, microbatches, costs, limits).fill(
         order, data.draw(st.integers(0, microbatches)), data.draw(st.sampled_from([0.0, 0.5, 1.0]))
     )
     if filled is None:
