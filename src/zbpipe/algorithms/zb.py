@@ -21,7 +21,7 @@ there are as many layers, and if messages do not block computations.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
@@ -218,20 +218,29 @@ def _fill_orders(
     transport: Transport,
 ) -> tuple[list[Schedule], list[Schedule]]:
     """The papers' schedules on this placement, and the orders filled within the limits."""
-    is_v = placement == Placement.v(placement.num_ranks)
-    papers = [form(placement.num_ranks, microbatches) for form in (zbv, v_half, v_min)] if is_v else []
-    orders = _list_orders(placement, microbatches, transport)
-    orders += [[[op for op in row if op.kind is not OpKind.W] for row in form] for form in papers]
+    papers, orders = _list_orders(placement, microbatches, transport)
     return papers, _fill_all(orders, Filler(name, placement, microbatches, costs, limits))
 
 
-def _list_orders(placement: Placement, microbatches: int, transport: Transport) -> list[Order]:
+@lru_cache(maxsize=16)
+def _list_orders(placement: Placement, microbatches: int, transport: Transport) -> tuple[list[Schedule], list[Order]]:
+    """The papers' schedules on this placement, and the orders of F and I, theirs last."""
+    is_v = placement == Placement.v(placement.num_ranks)
+    papers = [form(placement.num_ranks, microbatches) for form in (zbv, v_half, v_min)] if is_v else []
     orders = [in_slots(placement, microbatches)]
     if transport is not Transport.IDEAL:
         orders.append(in_slots(placement, microbatches, delay=1))
     if not _is_wave(placement):
         orders.append(with_short_warm_up(placement, microbatches))
-    return orders
+    return papers, orders + [[[op for op in row if op.kind is not OpKind.W] for row in form] for form in papers]
+
+
+def list_leanest(placement: Placement, microbatches: int, costs: CostModel) -> Iterator[Timeline]:
+    """The orders that ZB fills and searches from, with whole backwards: its memory is at least that of one of these."""
+    filler = Filler("", placement, microbatches, costs, (inf,) * placement.num_ranks)
+    for order in _list_orders(placement, microbatches, Transport.IDEAL)[1]:
+        if filled := filler.fill(order, 0):
+            yield simulate(filled[1], costs)
 
 
 def _fill_all(orders: Sequence[Order], filler: Filler) -> list[Schedule]:

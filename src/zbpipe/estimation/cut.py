@@ -10,7 +10,7 @@ on one rank. All ranks choose alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from zbpipe.algorithms.zb import find_shortest, is_searched
+from zbpipe.algorithms.zb import find_shortest, is_searched, list_leanest
 from zbpipe.costs.job import JobCosts, MemoryLimit, as_cost_model
 from zbpipe.costs.layers import Layer, LayerCosts, Sizes, Split, balance, even_sizes, move_layer, split_of
 from zbpipe.costs.model import SENDS, CostModel, Transport
@@ -29,6 +29,7 @@ from zbpipe.estimation.rates import USUAL
 from zbpipe.estimation.workload import Workload
 from zbpipe.schedule.ir import OpKind, Placement, Schedule
 from zbpipe.schedule.registry import Algorithm, resolve, stages_for
+from zbpipe.simulator.lower_bound import lower_bound
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.time_graph import TimeGraph, last_end
 from zbpipe.simulator.timeline import Timeline
@@ -70,6 +71,9 @@ class WorkloadCut:
     def work(self, placement: Placement) -> Work:
         return self.layers.times(self.split(placement))
 
+    def list_leanest(self, placement: Placement, costs: CostModel) -> Iterator[Timeline]:
+        return list_leanest(placement, self.workload.microbatches, costs.alike)
+
     def usual_costs(self, algorithm: Algorithm, placement: Placement) -> CostModel | None:
         """Default costs of a schedule that adapts to the checkpointing. None for others, or if that is unknown."""
         how = self.workload.checkpointing
@@ -96,15 +100,21 @@ def cutting(
 
     @cache
     def cut(placement: Placement) -> Split:
+        number = min(microbatches, _ROUNDS * placement.num_ranks)
+
+        def costs(sizes: Sizes) -> CostModel:
+            """Times in units of the work of all layers."""
+            return usual_costs(placement, checkpointing, tensor, layers.times(split_of(sizes)))
+
         def fill(sizes: Sizes) -> Timeline:
-            """A step in units of the work of all layers."""
-            costs = usual_costs(placement, checkpointing, tensor, layers.times(split_of(sizes)))
-            number = min(microbatches, _ROUNDS * placement.num_ranks)
-            return find_shortest("ZB", placement, number, costs, search=False)
+            return find_shortest("ZB", placement, number, costs(sizes), search=False)
 
         starts = {balance(layers, placement), even_sizes(len(layers.layers), placement.num_stages)}
-        filled = {sizes: fill(sizes) for sizes in sorted(starts)}
-        best = min(filled, key=lambda sizes: filled[sizes].makespan)
+        filled: dict[Sizes, Timeline] = {}
+        for bound, sizes in sorted((lower_bound(placement, costs(each), number), each) for each in starts):
+            if all(bound <= each.makespan for each in filled.values()):
+                filled[sizes] = fill(sizes)
+        best = min(filled, key=lambda sizes: (filled[sizes].makespan, sizes))
         moved = _move_layers(layers, best, filled[best].schedule)
         if moved in filled or fill(moved).makespan > filled[best].makespan * _SHORTER:
             return split_of(best)
@@ -234,6 +244,9 @@ def choose(
             refusals.append(error)
             return inf
 
+    for placement in forms:
+        with suppress(ValueError):  # told below
+            costs(placement)  # its fillings would displace others, which the searches repeat
     filled = {placement: step(placement, search=False) for placement in forms}
     finalists = [each for each in sorted(forms, key=filled.__getitem__) if filled[each] < inf][:_FINALISTS]
     if not finalists:
