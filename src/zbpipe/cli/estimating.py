@@ -86,11 +86,10 @@ def estimate(
         raise click.UsageError(words, click.get_current_context())
     workload = job.workload().having(float8, async_tp)
     if ranks:
-        memory = memory_by_rank(workload)
+        memory, limit = memory_by_rank(workload), workload.options.memory_limit.rstrip(' ="{}')
         if as_json:
             print_json(rank_record(memory))
         else:
-            limit = workload.options.memory_limit.rstrip(' ="{}')
             click.echo("\n".join((*workload.warnings, *rank_lines(memory, limit))))
         return
     how = job.rates | {"transport": transport}

@@ -327,14 +327,8 @@ class Request:
             algorithm.require_limits("--memory-limit")
             limits = MemoryLimit.parse(limit.resolve(*size))
         with limit.explain(*size) if limit else nullcontext():
-            schedule = algorithm.make(
-                ranks,
-                microbatches,
-                stages_per_rank=stages,
-                costs=costs,
-                memory_limit=limits,
-                transport=transport,
-            )
+            how: dict[str, Any] = {"costs": costs, "memory_limit": limits, "transport": transport}
+            schedule = algorithm.make(ranks, microbatches, stages_per_rank=stages, **how)
         if findings := validate(schedule):
             more = f" (the first of {len(findings)} findings)" if len(findings) > 1 else ""
             raise ValueError(f"{algorithm.name} cannot run: {findings[0]}{more}; zbpipe.validate lists all findings")

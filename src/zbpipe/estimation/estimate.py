@@ -307,8 +307,7 @@ class _Job:
                 rows = [other.without_pipeline()]
                 for step in dict.fromkeys(steps):
                     more = (kept[1] / (kept[0] or 1.0) - 1) * step.memory.activations
-                    fits = step.algorithm and step.memory.total + more <= room
-                    if step.algorithm and fits and other._may_fit(step.algorithm, step.stages_per_rank):
+                    if step.algorithm and step.memory.total + more <= room and other._may_fit(step):
                         rows.append(other.named(step.algorithm, step.stages_per_rank, step.schedule))
                 rows = [replace(each, checkpointing=how, is_typed=True) for each in rows if each.fits and each.runs]
                 found += rows
@@ -316,11 +315,12 @@ class _Job:
                     break
         return found
 
-    def _may_fit(self, algorithm: Algorithm, stages: int) -> bool:
+    def _may_fit(self, step: Step) -> bool:
         """Whether the leanest order that ZB knows fits; True for others, which search for none."""
-        placement = algorithm.place(self.ranks, stages)
-        if not algorithm.chooses_stages or self.rates is None:
+        algorithm = step.algorithm
+        if algorithm is None or not algorithm.chooses_stages or self.rates is None:
             return True
+        placement = algorithm.place(self.ranks, step.stages_per_rank)
         split = self.cut.split(placement, algorithm)
         leanest = self.cut.list_leanest(placement, self.costs(placement, split))
         memories = (max(each.total for each in memories_by_rank(self.workload, one, split)) for one in leanest)
@@ -537,17 +537,12 @@ def memory_by_rank(workload: Workload) -> JobMemory:
     algorithm, placement = choose_own(workload, cut)
     split = cut.split(placement, algorithm)
     costs = join_stages(layers, split)
-    made_for = cut.usual_costs(algorithm, placement)
-    microbatches = workload.microbatches
-    schedule = algorithm.make_on(placement, microbatches, costs=made_for, memory_limit=limit)
-    assert schedule is not None, "the placement is one of the schedule"
-    timeline = simulate(schedule, costs)
-    memories = tuple(memories_by_rank(workload, timeline, split))
-    if algorithm.name == "Auto":  # it becomes ZB
-        zb = resolve("ZB")
-        made = zb.make_on(placement, microbatches, costs=cut.usual_costs(zb, placement), memory_limit=limit)
-        assert made is not None, "Auto has ZB's placements"
-        of_zb = memories_by_rank(workload, simulate(made, costs), split)
-        memories = tuple(max(both, key=lambda each: each.total) for both in zip(memories, of_zb, strict=True))
+    found = []
+    for each in [algorithm, resolve("ZB")] if algorithm.name == "Auto" else [algorithm]:  # Auto becomes ZB
+        made_for = cut.usual_costs(each, placement)
+        schedule = each.make_on(placement, workload.microbatches, costs=made_for, memory_limit=limit)
+        assert schedule is not None, "the placement is one of the schedule, and Auto has ZB's"
+        found.append(memories_by_rank(workload, simulate(schedule, costs), split))
+    memories = tuple(max(both, key=lambda memory: memory.total) for both in zip(*found, strict=True))
     parameters = [sum(workload.layers[layer].parameters for layer in stage) for stage in split]
     return JobMemory(placement.sum_by_rank(parameters), memories, sum(costs.activations) / placement.num_ranks)
