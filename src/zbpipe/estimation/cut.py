@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,10 +168,11 @@ class Cut(Protocol):
         """The work of each stage. ValueError if the model has no such cut."""
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True)
+class Choice:
     algorithm: Algorithm
     placement: Placement
-    tell: Callable[[], str] = str
+    tell: Callable[[], str] = field(default=str, repr=False, compare=False)
 
     @property
     def words(self) -> str:
