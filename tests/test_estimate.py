@@ -721,6 +721,21 @@ def test_a_lighter_checkpointing_with_another_row_comes_with_all_to_type() -> No
     )
 
 
+@pytest.mark.parametrize(("kept", "how"), [(2, Checkpointing.NONE), (6, Checkpointing.SELECTIVE)])
+def test_the_lightest_checkpointing_with_which_zb_fits_is_tried(kept: float, how: Checkpointing) -> None:
+    """Per layer and microbatch 1 GiB, and without checkpointing `kept`, of which two ranks hold some 2 each."""
+
+    def remade(degrees: Degrees, checkpointing: Checkpointing | None) -> Workload:
+        made = workload(4, degrees)
+        each = kept if checkpointing is Checkpointing.NONE else 1
+        layers = tuple(replace(layer, activations=each * GIB, waits=each * GIB) for layer in made.layers)
+        return replace(made, layers=layers, checkpointing=checkpointing, remade=remade)
+
+    work = replace(remade(Degrees(pipeline=2), Checkpointing.FULL), schedule="ZB", num_stages=2)
+    found = estimate(work, replace(ONE_A_SECOND, gib=15), only=[])
+    assert {step.checkpointing for step in found.lighter if step.schedule == "ZB"} == {how}
+
+
 def test_a_lighter_checkpointing_that_keeps_the_pipeline_comes_first() -> None:
     sentence, typed, more = advised(NOW, 1.02, lighter=0.9)
     assert sentence == (

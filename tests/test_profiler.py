@@ -376,7 +376,8 @@ def measured_by_auto(stages_per_rank: int) -> tuple[Any, ...]:
         for rows in (pipelining.rows_of(job.schedule), rows)
     )
     assert placed == expected
-    assert found == find_shortest("ZB", found.placement, MICROBATCHES, costs, transport=Transport.ONE_QUEUE)
+    timeline = find_shortest("ZB", found.placement, MICROBATCHES, costs, transport=Transport.ONE_QUEUE)
+    assert found == timeline.schedule
     assert job.schedule.costs == profile.costs
     return names, str(found)
 

@@ -11,7 +11,7 @@ from searching import searching_little
 
 from zbpipe import OpKind, Placement, generate, simulate
 from zbpipe.algorithms import zb as zb_module
-from zbpipe.algorithms.zb import Filler, Order, in_slots, with_short_warm_up
+from zbpipe.algorithms.zb import Filler, Order, find_shortest, in_slots, list_leanest, with_short_warm_up
 from zbpipe.costs.job import AS_1F1B, MemoryLimit, least_room, memory_of_1f1b
 from zbpipe.costs.model import Transport
 from zbpipe.costs.transformer import Checkpointing, typical_costs, usual_costs
@@ -53,6 +53,18 @@ def test_slots_are_those_of_the_formula(placement: Placement) -> None:
         assert all(one < other for one, other in pairwise(keys))
 
 
+@pytest.mark.parametrize("placement", [Placement.loop(4, 2), Placement.loop(3, 3), Placement.v(4), Placement.v(3, 4)])
+@pytest.mark.parametrize("how", Checkpointing)
+def test_zb_takes_no_less_memory_than_its_leanest_order(placement: Placement, how: Checkpointing) -> None:
+    microbatches, costs = 3 * placement.num_ranks, typical_costs(placement, how)
+    leanest = list(list_leanest(placement, microbatches, costs))
+    assert all(each.schedule.kinds == {OpKind.F, OpKind.B} for each in leanest)
+    least = min(max(each.peak_memory) for each in leanest)
+    assert least <= max(find_shortest("ZB", placement, microbatches, costs).peak_memory) * (1 + 1e-9)
+    if placement == Placement.v(4):  # V-Min: a third of 1F1B's memory, and constants
+        assert least < 0.75 * memory_of_1f1b(costs, 4, microbatches)
+
+
 def test_a_loop_has_the_order_of_interleaved_1f1b() -> None:
     for ranks, microbatches, stages in ((4, 8, 2), (3, 7, 3), (5, 2, 2)):
         placement = Placement.loop(ranks, stages)
@@ -69,7 +81,7 @@ def test_filled_orders_run_and_are_timed_as_simulated(drawn: tuple[Placement, in
     placement, microbatches, order = drawn
     costs = data.draw(cost_models(placement))
     limits = [data.draw(st.floats(1, 8)) * least for least in least_room(placement, costs)]
-    filled = Filler(placement, microbatches, costs, limits).fill(
+    filled = Filler("", placement, microbatches, costs, limits).fill(
         order, data.draw(st.integers(0, microbatches)), data.draw(st.sampled_from([0.0, 0.5, 1.0]))
     )
     if filled is None:

@@ -35,14 +35,14 @@ def auto(
     costs = (costs or replace(typical_costs(placement, "full"), working={})).alike
     limits = resolve_limits(memory_limit, placement, costs, microbatches, strict_for="Auto")
     lean = find_shortest("Auto-ZB", placement, microbatches, costs, MemoryLimit(limits, ""))
-    allowed = tuple(map(max, limits, simulate(lean, costs).peak_memory))
+    allowed = tuple(map(max, limits, lean.peak_memory))
 
     def excess(schedule: Schedule) -> float:
         """Memory above the limit, rounded so that ties go to the first schedule."""
         peaks = simulate(schedule, costs).peak_memory
         return round(max(0.0, *(peak / most - 1 for peak, most in zip(peaks, allowed, strict=True))), 9)
 
-    return min(_make_forms(lean, costs), key=excess)
+    return min(_make_forms(lean.schedule, costs), key=excess)
 
 
 def _make_forms(schedule: Schedule, costs: CostModel) -> Iterator[Schedule]:

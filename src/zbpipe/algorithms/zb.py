@@ -21,11 +21,11 @@ there are as many layers, and if messages do not block computations.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from zbpipe.algorithms.interleaved_1f1b import interleave, interleaved_1f1b, split_into_groups
 from zbpipe.algorithms.one_f_one_b import b_f
@@ -83,7 +83,7 @@ def zb(
     rank 1: 1F0 2F0 1F1 2F1 2B0 1I0 1W0 2I1 2W1 1I1 1W1
     """
     placement = Placement.wave(ranks, stages_per_rank)
-    return find_shortest("ZB", placement, microbatches, costs, memory_limit, transport, search=search)
+    return find_shortest("ZB", placement, microbatches, costs, memory_limit, transport, search=search).schedule
 
 
 @register(
@@ -110,7 +110,7 @@ def zb_loop(
     rank 1: 1F0 1F1 3F0 3I0 3W0 3F1 3I1 3W1 1I0 1W0 1I1 1W1
     """
     placement = Placement.loop(ranks, stages_per_rank)
-    return find_shortest("ZBLoop", placement, microbatches, costs, memory_limit, transport, search=search)
+    return find_shortest("ZBLoop", placement, microbatches, costs, memory_limit, transport, search=search).schedule
 
 
 def find_shortest(
@@ -122,7 +122,7 @@ def find_shortest(
     transport: Transport | None = None,
     *,
     search: bool = True,
-) -> Schedule:
+) -> Timeline:
     """`zb` on any loop or wave. Without a `search` the result may exceed the limit if no filling is within it."""
     costs, transport = costs or typical_costs(placement), transport or Transport.IDEAL
     costs.require_microbatches(microbatches)
@@ -131,16 +131,14 @@ def find_shortest(
     stages_per_rank = placement.num_stages // placement.num_ranks
     if memory_limit is not None or stages_per_rank == 1:
         return found
-
-    def time(schedule: Schedule) -> Timeline:
-        return simulate(schedule, costs, transport=transport)
-
-    usual, timed = time(interleaved_1f1b(placement.num_ranks, microbatches, stages_per_rank)), time(found)
-    if timed.makespan <= usual.makespan * (1 + ROUNDING):
+    interleaved = interleaved_1f1b(placement.num_ranks, microbatches, stages_per_rank)
+    usual = simulate(interleaved, costs, transport=transport)
+    if found.makespan <= usual.makespan * (1 + ROUNDING):
         return found
-    raised = [max(limit, *simulate(usual.schedule, costs.alike).peak_memory) for limit in limits]
+    most = max(replace(usual, costs=costs.alike).peak_memory)
+    raised = [max(limit, most) for limit in limits]
     other = _find_within(name, placement, microbatches, costs, raised, transport, search=search)
-    return found if timed.makespan <= time(other).makespan else other
+    return min(found, other, key=attrgetter("makespan"))
 
 
 def _find_within(
@@ -152,29 +150,26 @@ def _find_within(
     transport: Transport,
     *,
     search: bool,
-) -> Schedule:
+) -> Timeline:
     alike = costs.alike
-    papers, filled = _fill_orders(placement, microbatches, alike, tuple(limits), transport)
+    papers, filled = _fill_orders(name, placement, microbatches, alike, tuple(limits), transport)
     unlimited = (inf,) * len(limits)
-    others = papers if filled else _fill_orders(placement, microbatches, alike, unlimited, transport)[1]
-    if not search:
-        return replace((filled or others)[0], name=name)
-
-    def length(schedule: Schedule) -> float:
-        return simulate(schedule, costs, transport=transport).makespan
-
-    is_timed = transport is Transport.IDEAL and not costs.has_fsdp and not costs.varies
+    others = papers if filled else _fill_orders(name, placement, microbatches, alike, unlimited, transport)[1]
+    is_timed = not search or (transport is Transport.IDEAL and not costs.has_fsdp and not costs.varies)
     found = filled[:1] if is_timed else list(filled)
-    if filled and is_searched(placement, microbatches):
+    if search and filled and is_searched(placement, microbatches):
         found.append(find_best(name, [*filled[:_SEEDS], *papers], alike, limits, transport))
 
     def are_far() -> bool:
         shortest = min(simulate(each, alike).makespan for each in found)
         return shortest > _FAR * lower_bound(placement, alike, microbatches, limits)
 
-    if not found or (papers and is_searched(placement, microbatches, _MOST_TWICE) and are_far()):
+    if not search:
+        found = found or others[:1]
+    elif not found or (papers and is_searched(placement, microbatches, _MOST_TWICE) and are_far()):
         found.append(find_best(name, others[:_SEEDS], alike, limits, transport))
-    return replace(min(found, key=length) if found[1:] else found[0], name=name)
+    timelines = (simulate(each, costs, transport=transport) for each in found)
+    return min(timelines, key=attrgetter("makespan"))
 
 
 def find_best(
@@ -206,7 +201,7 @@ def find_best(
         return min(fitting, key=lambda each: simulate(each, costs, transport=transport).makespan)
     shortest = [each.order for each in search.kept if each.length <= search.shortest * (1 + ROUNDING)]
     schedules = [problem.schedule(name, order) for order in dict.fromkeys(shortest)]
-    return min(schedules, key=lambda each: max(simulate(each, costs).peak_memory))
+    return min(schedules, key=lambda each: max(simulate(each, costs).peak_memory)) if schedules[1:] else schedules[0]
 
 
 def is_searched(placement: Placement, microbatches: int, most: int = _MOST_SEARCHED) -> bool:
@@ -215,23 +210,37 @@ def is_searched(placement: Placement, microbatches: int, most: int = _MOST_SEARC
 
 @lru_cache(maxsize=16)  # a choice of stages fills all, and searches from some of them
 def _fill_orders(
-    placement: Placement, microbatches: int, costs: CostModel, limits: tuple[float, ...], transport: Transport
+    name: str,
+    placement: Placement,
+    microbatches: int,
+    costs: CostModel,
+    limits: tuple[float, ...],
+    transport: Transport,
 ) -> tuple[list[Schedule], list[Schedule]]:
     """The papers' schedules on this placement, and the orders filled within the limits."""
+    papers, orders = _list_orders(placement, microbatches, transport)
+    return papers, _fill_all(orders, Filler(name, placement, microbatches, costs, limits))
+
+
+@lru_cache(maxsize=16)
+def _list_orders(placement: Placement, microbatches: int, transport: Transport) -> tuple[list[Schedule], list[Order]]:
+    """The papers' schedules on this placement, and the orders of F and I, theirs last."""
     is_v = placement == Placement.v(placement.num_ranks)
     papers = [form(placement.num_ranks, microbatches) for form in (zbv, v_half, v_min)] if is_v else []
-    orders = _list_orders(placement, microbatches, transport)
-    orders += [[[op for op in row if op.kind is not OpKind.W] for row in form] for form in papers]
-    return papers, _fill_all(orders, Filler(placement, microbatches, costs, limits))
-
-
-def _list_orders(placement: Placement, microbatches: int, transport: Transport) -> list[Order]:
     orders = [in_slots(placement, microbatches)]
     if transport is not Transport.IDEAL:
         orders.append(in_slots(placement, microbatches, delay=1))
     if not _is_wave(placement):
         orders.append(with_short_warm_up(placement, microbatches))
-    return orders
+    return papers, orders + [[[op for op in row if op.kind is not OpKind.W] for row in form] for form in papers]
+
+
+def list_leanest(placement: Placement, microbatches: int, costs: CostModel) -> Iterator[Timeline]:
+    """The orders that ZB fills and searches from, with whole backwards: its memory is at least that of one of these."""
+    filler = Filler("", placement, microbatches, costs, (inf,) * placement.num_ranks)
+    for order in _list_orders(placement, microbatches, Transport.IDEAL)[1]:
+        if filled := filler.fill(order, 0):
+            yield simulate(filled[1], costs)
 
 
 def _fill_all(orders: Sequence[Order], filler: Filler) -> list[Schedule]:
@@ -296,9 +305,11 @@ F, I, W, B = _KINDS = OpKind.F, OpKind.I, OpKind.W, OpKind.B  # noqa: E741 -- to
 class Filler:
     """Fills W into orders of F and I for one placement, number of microbatches, costs and memory limits."""
 
-    def __init__(self, placement: Placement, microbatches: int, costs: CostModel, limits: Sequence[float]) -> None:
+    def __init__(
+        self, name: str, placement: Placement, microbatches: int, costs: CostModel, limits: Sequence[float]
+    ) -> None:
         stages = range(placement.num_stages)
-        self.placement, self.microbatches = placement, microbatches
+        self.name, self.placement, self.microbatches = name, placement, microbatches
         self._limits = [limit * (1 + ROUNDING) for limit in limits]
         rank_of, last = placement.rank_of, placement.num_stages - 1
         known = {kind: [costs.of(stage, kind) for stage in stages] for kind in _KINDS}
@@ -351,7 +362,7 @@ class Filler:
         for rank in ranks:
             rank.run_all_w()
         ops = tuple(tuple(rank.done) for rank in ranks)
-        return max(rank.clock for rank in ranks), Schedule("", self.placement, self.microbatches, ops)
+        return max(rank.clock for rank in ranks), Schedule(self.name, self.placement, self.microbatches, ops)
 
 
 class _Rank:

@@ -8,8 +8,7 @@ from typing import Any
 
 from zbpipe.costs.transformer import NOTE
 from zbpipe.estimation.devices import GIB, USABLE
-from zbpipe.estimation.estimate import JobMemory
-from zbpipe.estimation.rows import DECIDED, HARDLY, NO_PIPELINE, Answer, Estimate, Memory, Step, answer
+from zbpipe.estimation.rows import DECIDED, HARDLY, NO_PIPELINE, Answer, Estimate, JobMemory, Memory, Step, answer
 from zbpipe.schedule.ir import count_noun
 from zbpipe.views.report import longer, table
 from zbpipe.views.style import percent
@@ -194,7 +193,7 @@ def _row(found: Estimate, step: Step) -> dict[str, Any]:
         "degrees": step.degrees and dict(vars(step.degrees)),
         "memory": {**vars(step.memory), "total": step.memory.total},
         "step_to_own": found.relative(step, found.own),
-        "step_to_1f1b": found.relative(step, found.usual),
+        "step_to_1f1b": found.relative(step, found.named("1F1B")),
         "step_to_fsdp": found.relative(step, found.without_pipeline),
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +77,6 @@ def estimate(
     from zbpipe.estimation.estimate import memory_by_rank
     from zbpipe.estimation.layouts import search as searched
     from zbpipe.estimation.rows import PLAN
-    from zbpipe.estimation.workload import ASYNC_TENSOR
 
     device = job.device
     if not (ranks or device or costs_file):
@@ -86,15 +84,12 @@ def estimate(
     if search and (only or costs_file or sizes or device is None):
         words = "--search needs a --device and has its own schedules: omit --schedule, --costs-file and --sizes"
         raise click.UsageError(words, click.get_current_context())
-    workload = job.workload()
-    hidden = ASYNC_TENSOR if async_tp else workload.hidden_tensor
-    workload = replace(workload, float8=float8 or workload.float8, hidden_tensor=hidden)
+    workload = job.workload().having(float8, async_tp)
     if ranks:
-        memory = memory_by_rank(workload)
+        memory, limit = memory_by_rank(workload), workload.options.memory_limit.rstrip(' ="{}')
         if as_json:
             print_json(rank_record(memory))
         else:
-            limit = workload.options.memory_limit.rstrip(' ="{}')
             click.echo("\n".join((*workload.warnings, *rank_lines(memory, limit))))
         return
     how = job.rates | {"transport": transport}

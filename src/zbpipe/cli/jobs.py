@@ -105,11 +105,12 @@ def _of_transformers(config: Path, gpus: int, arguments: Sequence[str]) -> Workl
         return read_workload(config, Job(gpus=gpus, **given))
 
 
-def _parse_link(text: str) -> tuple[float, ...]:
+def numbers(text: str, what: str) -> tuple[float, ...]:
+    """Numbers with commas between them. ValueError: the text is not `what`."""
     try:
         return tuple(map(float, text.split(",")))
     except ValueError:
-        raise ValueError(f"{text!r} is not a bandwidth in GB/s; write for example 50, or 450,50") from None
+        raise ValueError(f"{text!r} is not {what}") from None
 
 
 def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,7 +141,7 @@ def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--tflops", type=float, metavar="X", help="TFLOP/s that a GPU sustains, in place of the table's."),
         click.option(
             "--link",
-            callback=parse_with(_parse_link),
+            callback=parse_with(lambda text: numbers(text, "a bandwidth in GB/s; write for example 50, or 450,50")),
             metavar="GB/S",
             help="Bandwidth of a GPU to other nodes, in one direction; or two numbers: inside a node, between nodes.",
         ),

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from zbpipe.cli.base import name_argument, one_line, options, parse_with, progress_line, size_options, stages_option
-from zbpipe.cli.jobs import JobOptions, job_options
+from zbpipe.cli.jobs import JobOptions, job_options, numbers
 from zbpipe.costs.file import load_costs
 from zbpipe.costs.job import SPELLINGS, CostsOf, JobCosts, MemoryLimit, memory_of_1f1b
 from zbpipe.costs.layers import LayerCosts
@@ -189,13 +189,10 @@ def _times(context: click.Context, option: click.Parameter, text: str) -> Times 
 
 
 def _shares(text: str) -> tuple[float, float]:
-    try:
-        f, i = map(float, text.split(","))
-    except ValueError:
-        raise ValueError(f"{text!r} is not two shares: write for example 0.26,0.25") from None
-    if not (0 <= f <= 1 and 0 <= i <= 1):
-        raise ValueError(f"{text!r} are no shares of F and I: give two numbers from 0 to 1")
-    return f, i
+    shares = numbers(text, what := "two shares from 0 to 1: write for example 0.26,0.25")
+    if len(shares) != 2 or not all(0 <= each <= 1 for each in shares):
+        raise ValueError(f"{text!r} is not {what}")
+    return shares[0], shares[1]
 
 
 def _sizes(text: str) -> tuple[Any, ...]:
@@ -330,14 +327,8 @@ class Request:
             algorithm.require_limits("--memory-limit")
             limits = MemoryLimit.parse(limit.resolve(*size))
         with limit.explain(*size) if limit else nullcontext():
-            schedule = algorithm.make(
-                ranks,
-                microbatches,
-                stages_per_rank=stages,
-                costs=costs,
-                memory_limit=limits,
-                transport=transport,
-            )
+            how: dict[str, Any] = {"costs": costs, "memory_limit": limits, "transport": transport}
+            schedule = algorithm.make(ranks, microbatches, stages_per_rank=stages, **how)
         if findings := validate(schedule):
             more = f" (the first of {len(findings)} findings)" if len(findings) > 1 else ""
             raise ValueError(f"{algorithm.name} cannot run: {findings[0]}{more}; zbpipe.validate lists all findings")

@@ -114,11 +114,7 @@ def show(
 @request_options()
 @base.transport_option
 @base.json_option
-def simulate(
-    request: Request,
-    transport: Transport | None,
-    as_json: bool,
-) -> None:
+def simulate(request: Request, transport: Transport | None, as_json: bool) -> None:
     """Simulate a schedule: makespan, bubble, memory.
 
     Also prints the idle time of each rank, and a lower bound of the makespan for this placement and these times.

@@ -10,16 +10,17 @@ on one rank. All ranks choose alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zbpipe.algorithms.zb import find_shortest, is_searched
+from zbpipe.algorithms.zb import find_shortest, is_searched, list_leanest
 from zbpipe.costs.job import JobCosts, MemoryLimit, as_cost_model
 from zbpipe.costs.layers import Layer, LayerCosts, Sizes, Split, balance, even_sizes, move_layer, split_of
 from zbpipe.costs.model import SENDS, CostModel, Transport
@@ -28,8 +29,10 @@ from zbpipe.estimation.rates import USUAL
 from zbpipe.estimation.workload import Workload
 from zbpipe.schedule.ir import OpKind, Placement, Schedule
 from zbpipe.schedule.registry import Algorithm, resolve, stages_for
+from zbpipe.simulator.lower_bound import lower_bound
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.time_graph import TimeGraph, last_end
+from zbpipe.simulator.timeline import Timeline
 
 _GIVERS = 12
 """Number of stages, those with the most work, from which a layer may move."""
@@ -68,6 +71,9 @@ class WorkloadCut:
     def work(self, placement: Placement) -> Work:
         return self.layers.times(self.split(placement))
 
+    def list_leanest(self, placement: Placement, costs: CostModel) -> Iterator[Timeline]:
+        return list_leanest(placement, self.workload.microbatches, costs.alike)
+
     def usual_costs(self, algorithm: Algorithm, placement: Placement) -> CostModel | None:
         """Default costs of a schedule that adapts to the checkpointing. None for others, or if that is unknown."""
         how = self.workload.checkpointing
@@ -94,18 +100,23 @@ def cutting(
 
     @cache
     def cut(placement: Placement) -> Split:
-        def fill(sizes: Sizes) -> tuple[float, Schedule]:
-            """A step relative to the work of all layers, and its schedule."""
-            costs = usual_costs(placement, checkpointing, tensor, layers.times(split_of(sizes)))
-            number = min(microbatches, _ROUNDS * placement.num_ranks)
-            schedule = find_shortest("ZB", placement, number, costs, search=False)
-            return simulate(schedule, costs).makespan, schedule
+        number = min(microbatches, _ROUNDS * placement.num_ranks)
+
+        def costs(sizes: Sizes) -> CostModel:
+            """Times in units of the work of all layers."""
+            return usual_costs(placement, checkpointing, tensor, layers.times(split_of(sizes)))
+
+        def fill(sizes: Sizes) -> Timeline:
+            return find_shortest("ZB", placement, number, costs(sizes), search=False)
 
         starts = {balance(layers, placement), even_sizes(len(layers.layers), placement.num_stages)}
-        filled = {sizes: fill(sizes) for sizes in sorted(starts)}
-        best = min(filled, key=lambda sizes: filled[sizes][0])
-        moved = _move_layers(layers, best, filled[best][1])
-        if moved in filled or fill(moved)[0] > filled[best][0] * _SHORTER:
+        filled: dict[Sizes, Timeline] = {}
+        for bound, sizes in sorted((lower_bound(placement, costs(each), number), each) for each in starts):
+            if all(bound <= each.makespan for each in filled.values()):
+                filled[sizes] = fill(sizes)
+        best = min(filled, key=lambda sizes: (filled[sizes].makespan, sizes))
+        moved = _move_layers(layers, best, filled[best].schedule)
+        if moved in filled or fill(moved).makespan > filled[best].makespan * _SHORTER:
             return split_of(best)
         return split_of(moved)
 
@@ -157,11 +168,16 @@ class Cut(Protocol):
         """The work of each stage. ValueError if the model has no such cut."""
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True)
+class Choice:
     algorithm: Algorithm
     placement: Placement
-    words: str = ""
-    """The choice and its reason, for the log. Empty if there was none."""
+    tell: Callable[[], str] = field(default=str, repr=False, compare=False)
+
+    @property
+    def words(self) -> str:
+        """The choice and its reason, for the log. Empty if there was none."""
+        return self.tell()
 
 
 # More than seven parameters: a choice depends on everything that the schedule is made for.
@@ -220,35 +236,39 @@ def choose(
             forms.setdefault(kind.place(ranks, number), kind)
     refusals: list[ValueError] = []
 
-    def step(placement: Placement, make: Callable[[CostModel], Schedule]) -> float:
+    def step(placement: Placement, *, search: bool) -> float:
         """Seconds of a step; infinite if it cannot run."""
+        size, more = (algorithm.name, placement, microbatches), (memory_limit, transport)
         try:
-            known = costs(placement)
-            return simulate(make(known), known, transport=transport or Transport.IDEAL).makespan
+            return find_shortest(*size, costs(placement), *more, search=search).makespan
         except ValueError as error:
             refusals.append(error)
             return inf
 
-    def find_step(placement: Placement, *, search: bool) -> float:
-        size, more = (algorithm.name, placement, microbatches), (memory_limit, transport)
-        return step(placement, lambda known: find_shortest(*size, known, *more, search=search))
-
-    filled = {placement: find_step(placement, search=False) for placement in forms}
+    for placement in forms:
+        with suppress(ValueError):  # told below
+            costs(placement)  # its fillings would displace others, which the searches repeat
+    filled = {placement: step(placement, search=False) for placement in forms}
     finalists = [each for each in sorted(forms, key=filled.__getitem__) if filled[each] < inf][:_FINALISTS]
     if not finalists:
         raise refusals[-1]
-    usual = step(Placement.loop(ranks), lambda known: resolve("1F1B").make(ranks, microbatches))
     steps = {
-        each: find_step(each, search=True) if is_searched(each, microbatches) else filled[each]
+        each: step(each, search=True) if is_searched(each, microbatches) else filled[each]
         for each in forms
         if each in finalists
     }
     best, *others = sorted(steps, key=lambda each: round(steps[each] / filled[finalists[0]], _DIGITS))
-    words = f"{forms[best].name} runs {describe(best)}"
-    if usual < inf:
-        words += f": {_compare(steps[best], usual)} than 1F1B as simulated for this cut"
-        words += "".join(f"; {describe(each)}: {_compare(steps[each], usual)}" for each in others)
-    return Choice(forms[best], best, words)
+
+    def tell() -> str:
+        words = f"{forms[best].name} runs {describe(best)}"
+        with suppress(ValueError):  # the costs may be of other stages
+            loop, how = resolve("1F1B").make(ranks, microbatches), transport or Transport.IDEAL
+            usual = simulate(loop, costs(loop.placement), transport=how).makespan
+            words += f": {_compare(steps[best], usual)} than 1F1B as simulated for this cut"
+            words += "".join(f"; {describe(each)}: {_compare(steps[each], usual)}" for each in others)
+        return words
+
+    return Choice(forms[best], best, tell)
 
 
 def describe(placement: Placement) -> str:

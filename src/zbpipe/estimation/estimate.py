@@ -18,14 +18,13 @@ from zbpipe.costs.model import CommonCosts, CostModel, Transport
 from zbpipe.costs.numbers import Size
 from zbpipe.costs.transformer import Checkpointing, has_torchs_split, runs_torchs_split
 from zbpipe.estimation.cut import WorkloadCut, choose
-from zbpipe.estimation.devices import DEVICES, Device, find
+from zbpipe.estimation.devices import Device, find
 from zbpipe.estimation.fsdp import memory_without_pipeline, step_without_pipeline
 from zbpipe.estimation.rates import HOST, Rates, rates
-from zbpipe.estimation.rows import NO_PIPELINE, PLAN, WORTH, Estimate, Memory, Step
+from zbpipe.estimation.rows import NO_PIPELINE, PLAN, WORTH, Estimate, JobMemory, Memory, Step
 from zbpipe.estimation.workload import Held, Workload
 from zbpipe.planner.engine import fastest
 from zbpipe.planner.plan import plan
-from zbpipe.planner.request import PLACEMENTS
 from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, count_noun, require_whole
 from zbpipe.schedule.registry import Algorithm, resolve, schedules, stages_for
@@ -34,8 +33,8 @@ from zbpipe.simulator.simulation import overlap_of, simulate
 from zbpipe.simulator.timeline import Timeline
 
 _STAGES_PER_RANK = (1, 2, 4)
-_PLANNED = ("single", "v", "wave")
-"""Placements of plans: the best for each number of stages per rank."""
+_PLANNED = {1: "single", 2: "v", 4: "wave"}
+"""Placements of plans by stages per rank: the best for each number."""
 _BUDGET = 5e6
 """Budget of one plan's search in timed ops: a fraction of a second."""
 _SEARCHED = 1024
@@ -124,9 +123,9 @@ def estimate(
         elif own in wanted or own.table is not None:
             rows.add(own.name, job.typed, own.name, is_own=True)
         rows.add_all(wanted, stages_per_rank)
-        for name in _PLANNED if plans and wanted else ():
-            if not rows.has(PLAN, PLACEMENTS[name](ranks)):
-                rows.add(f"plan, {name}", job.planned, name, PLACEMENTS[name](ranks), budget)
+        for stages, name in _PLANNED.items() if plans and wanted else ():
+            if not rows.has(PLAN, placement := Placement.wave(ranks, stages)):
+                rows.add(f"plan, {name}", job.planned, name, placement, budget)
     if job.rates is not None:
         rows.add(NO_PIPELINE, job.without_pipeline, is_typed=True)
     steps = sorted(rows.steps, key=attrgetter("order"))
@@ -308,13 +307,24 @@ class _Job:
                 rows = [other.without_pipeline()]
                 for step in dict.fromkeys(steps):
                     more = (kept[1] / (kept[0] or 1.0) - 1) * step.memory.activations
-                    if step.algorithm and step.memory.total + more <= room:
+                    if step.algorithm and step.memory.total + more <= room and other._may_fit(step):
                         rows.append(other.named(step.algorithm, step.stages_per_rank, step.schedule))
                 rows = [replace(each, checkpointing=how, is_typed=True) for each in rows if each.fits and each.runs]
                 found += rows
                 if any(each.timeline for each in rows):
                     break
         return found
+
+    def _may_fit(self, step: Step) -> bool:
+        """Whether the leanest order that ZB knows fits; True for others, which search for none."""
+        algorithm = step.algorithm
+        if algorithm is None or not algorithm.chooses_stages or self.rates is None:
+            return True
+        placement = algorithm.place(self.ranks, step.stages_per_rank)
+        split = self.cut.split(placement, algorithm)
+        leanest = self.cut.list_leanest(placement, self.costs(placement, split))
+        memories = (max(each.total for each in memories_by_rank(self.workload, one, split)) for one in leanest)
+        return any(memory <= self.rates.device.usable_bytes for memory in memories)
 
     def planned(self, name: str, placement: Placement, budget: float) -> Step:
         """The best plan on this placement within the room beside the weights, and within the job's limit."""
@@ -488,25 +498,6 @@ def memories_by_rank(workload: Workload, timeline: Timeline, split: Split) -> It
         )
 
 
-@dataclass(frozen=True)
-class JobMemory:
-    """Memory of a job's GPUs, by pipeline rank."""
-
-    parameters: tuple[float, ...]
-    """Number of parameters in each rank's stages, over all GPUs that share them."""
-    memories: tuple[Memory, ...]
-    unit: float
-    """Bytes of one microbatch that F keeps in an average rank's layers: the unit of a limit in microbatches."""
-
-    @property
-    def worst(self) -> float:
-        return max(memory.total for memory in self.memories)
-
-    @property
-    def fits(self) -> list[str]:
-        return [name for name, device in DEVICES.items() if self.worst <= device.usable_bytes]
-
-
 def choose_own(
     workload: Workload, cut: WorkloadCut | None = None, *, on_cpu: bool = False
 ) -> tuple[Algorithm, Placement]:
@@ -546,17 +537,12 @@ def memory_by_rank(workload: Workload) -> JobMemory:
     algorithm, placement = choose_own(workload, cut)
     split = cut.split(placement, algorithm)
     costs = join_stages(layers, split)
-    made_for = cut.usual_costs(algorithm, placement)
-    microbatches = workload.microbatches
-    schedule = algorithm.make_on(placement, microbatches, costs=made_for, memory_limit=limit)
-    assert schedule is not None, "the placement is one of the schedule"
-    timeline = simulate(schedule, costs)
-    memories = tuple(memories_by_rank(workload, timeline, split))
-    if algorithm.name == "Auto":  # it becomes ZB
-        zb = resolve("ZB")
-        made = zb.make_on(placement, microbatches, costs=cut.usual_costs(zb, placement), memory_limit=limit)
-        assert made is not None, "Auto has ZB's placements"
-        of_zb = memories_by_rank(workload, simulate(made, costs), split)
-        memories = tuple(max(both, key=lambda each: each.total) for both in zip(memories, of_zb, strict=True))
+    found = []
+    for each in [algorithm, resolve("ZB")] if algorithm.name == "Auto" else [algorithm]:  # Auto becomes ZB
+        made_for = cut.usual_costs(each, placement)
+        schedule = each.make_on(placement, workload.microbatches, costs=made_for, memory_limit=limit)
+        assert schedule is not None, "the placement is one of the schedule, and Auto has ZB's"
+        found.append(memories_by_rank(workload, simulate(schedule, costs), split))
+    memories = tuple(max(both, key=lambda memory: memory.total) for both in zip(*found, strict=True))
     parameters = [sum(workload.layers[layer].parameters for layer in stage) for stage in split]
     return JobMemory(placement.sum_by_rank(parameters), memories, sum(costs.activations) / placement.num_ranks)

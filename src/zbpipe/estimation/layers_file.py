@@ -67,12 +67,7 @@ def _layer(table: dict[str, Any], name: str) -> LayerWork:
     numbers = {key: amount(name, key, value) for key, value in table.items() if key != "modules"}
     f, i, w, parameters, activations = (numbers[key] for key in _AMOUNTS)
     return LayerWork(
-        tuple(modules),
-        f,
-        i,
-        w,
-        parameters,
-        activations,
+        *(tuple(modules), f, i, w, parameters, activations),
         waits=numbers.get("waits", numbers["activations"]),
         working=tuple((kind, numbers.get(key, 0.0)) for key, kind in _WORKING.items()),
         attention=(numbers.get("attention_f", 0.0), numbers.get("attention_i", 0.0)),

@@ -147,13 +147,8 @@ def rates(device: Device, tflops: Any = None, link: Any = None) -> Rates:
         share = tflops * 1e12 / device.peak
         return Rates(replace(device, products=share, attention=share * device.attention / device.products))
     of_links = (1.0, 1.0) if bandwidths else _LINKS
-    extremes = [
-        Rates(
-            replace(
-                device, inside=device.inside * links, between=device.between * links, experts=device.experts * experts
-            ),
-            speed,
-        )
-        for speed, links, experts in zip(device.range or (), of_links, _EXPERTS, strict=False)
-    ]
+    extremes = []
+    for speed, links, experts in zip(device.range or (), of_links, _EXPERTS, strict=False):
+        other = replace(device, inside=device.inside * links, between=device.between * links)
+        extremes.append(Rates(replace(other, experts=device.experts * experts), speed))
     return Rates(device, extremes=tuple(extremes))

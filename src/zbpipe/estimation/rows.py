@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from zbpipe.costs.transformer import Checkpointing
-from zbpipe.estimation.devices import GIB, Device
+from zbpipe.estimation.devices import DEVICES, GIB, Device
 from zbpipe.estimation.workload import Degrees, Workload
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.simulator.simulation import gain_of_fills
@@ -51,6 +51,25 @@ class Memory:
     @property
     def total(self) -> float:
         return float(sum(vars(self).values()))
+
+
+@dataclass(frozen=True)
+class JobMemory:
+    """Memory of a job's GPUs, by pipeline rank."""
+
+    parameters: tuple[float, ...]
+    """Number of parameters in each rank's stages, over all GPUs that share them."""
+    memories: tuple[Memory, ...]
+    unit: float
+    """Bytes of one microbatch that F keeps in an average rank's layers: the unit of a limit in microbatches."""
+
+    @property
+    def worst(self) -> float:
+        return max(memory.total for memory in self.memories)
+
+    @property
+    def fits(self) -> list[str]:
+        return [name for name, device in DEVICES.items() if self.worst <= device.usable_bytes]
 
 
 @dataclass(frozen=True)
@@ -162,10 +181,6 @@ class Estimate:
     """In a search: the best layout without a pipeline."""
 
     @property
-    def usual(self) -> Step | None:
-        return self._named("1F1B")
-
-    @property
     def own(self) -> Step | None:
         return next((step for step in self.steps if step.is_own), None)
 
@@ -243,15 +258,21 @@ class Estimate:
         return words if gain >= WORTH else ""
 
     def spell(self, step: Step) -> str:
-        """Options to add to the job's command for this row."""
+        """Options to add to the job's command for this row. Those that it has are omitted."""
         work, has_pipeline = self.workload, step.timeline is not None
         job = self.job or work
         limit = step.memory_limit if work.memory_limit is None else None
         name = f"{step.schedule}.csv" if step.is_written else step.schedule
         degrees = step.degrees or (work.degrees if has_pipeline else work.degrees.without_pipeline)
         batch = step.batch or (None if degrees.data == job.degrees.data else work.batch)  # for as many tokens per step
-        how = step.checkpointing or work.checkpointing
-        return job.spell(name if has_pipeline else "", degrees, batch, limit, how)
+        how, options = step.checkpointing or work.checkpointing, job.options
+        words = [options.schedule.format(name)] if has_pipeline else []
+        pairs = ((text, getattr(job.degrees, each), getattr(degrees, each)) for each, text in options.degrees)
+        words += [text.format(then) for text, now, then in pairs if now != then]
+        words += [options.batch.format(*batch)] if batch and options.batch else []
+        words += [options.memory_limit.format(limit)] if limit else []
+        words += [options.checkpointing.format(how)] if how not in (None, job.checkpointing) else []
+        return " ".join(words)
 
     def _alone(self, own: Step, how: Checkpointing | None) -> str:
         """The share of the gain that needs no other schedule."""
@@ -261,20 +282,20 @@ class Estimate:
     @property
     def without_pipeline(self) -> Step | None:
         """FSDP, to which rows are compared: in a search, on its best layout."""
-        return self.fsdp_found or self._named(NO_PIPELINE)
+        return self.fsdp_found or self.named(NO_PIPELINE)
 
     @property
     def on_these_degrees(self) -> Step | None:
         """The row to take on the job's pipeline ranks. None if none fits."""
         if self.workload.degrees.pipeline == 1:
-            fsdp = self._named(NO_PIPELINE)
+            fsdp = self.named(NO_PIPELINE)
             return fsdp if fsdp and fsdp.fits else None
         fitting, best = [step for step in self.steps if step.timeline and step.fits and step.runs], self.best
         if best and best.is_typed and (1 - WORTH) * best.seconds <= fitting[0].seconds:
             return best
         return next(iter(fitting), None)
 
-    def _named(self, name: str) -> Step | None:
+    def named(self, name: str) -> Step | None:
         return next((step for step in self.steps if step.schedule == name), None)
 
     def relative(self, step: Step, to: Step | None) -> float | None:

@@ -249,6 +249,10 @@ class Workload:
         """Width of the hidden states, in numbers of two bytes."""
         return self.message_bytes * self.degrees.sharing / (2 * self.tokens)
 
+    def having(self, float8: bool, async_tensor: bool) -> Workload:
+        hidden = ASYNC_TENSOR if async_tensor else self.hidden_tensor
+        return replace(self, float8=float8 or self.float8, hidden_tensor=hidden)
+
     def on(self, degrees: Degrees, checkpointing: Checkpointing | None = None) -> Workload:
         """The same step and tokens on other degrees. ValueError if they are not supported, or cannot share the step."""
         checkpointing = checkpointing or self.checkpointing
@@ -272,25 +276,6 @@ class Workload:
         if (degrees.tensor, degrees.context, checkpointing) != mine:
             raise ValueError(f"these layers have costs for {self.degrees}: give others for {degrees}")
         return replace(self, degrees=degrees, microbatches=microbatches, cut=None, num_stages=None)
-
-    def spell(
-        self,
-        schedule: str,
-        degrees: Degrees,
-        batch: tuple[int, int, int] | None,
-        limit: str | None = None,
-        checkpointing: Checkpointing | None = None,
-    ) -> str:
-        """Options to add to this job's command for these values. Those that it has are omitted."""
-        options = self.options
-        words = [options.schedule.format(schedule)] if schedule else []
-        pairs = ((text, getattr(self.degrees, name), getattr(degrees, name)) for name, text in options.degrees)
-        words += [text.format(then) for text, now, then in pairs if now != then]
-        words += [options.batch.format(*batch)] if batch and options.batch else []
-        words += [options.memory_limit.format(limit)] if limit else []
-        if checkpointing not in (None, self.checkpointing):
-            words.append(options.checkpointing.format(checkpointing))
-        return " ".join(words)
 
     def layer_costs(self, times: Callable[[LayerWork], tuple[float, float, float]]) -> CostModel:
         """Costs of the layers, each as a stage, in bytes. `times` returns the times of F, I and W."""

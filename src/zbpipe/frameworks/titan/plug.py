@@ -186,7 +186,7 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options, config:
             if algorithm is not None and is_zbpipes:
                 chosen, split = _choose(pipelining_fn, algorithm, model, job, options)
                 if depends_on_model(chosen.algorithm):
-                    check_stages(args[1] if HAS_JOB_CONFIG else config, *chosen[:2], options)
+                    check_stages(args[1] if HAS_JOB_CONFIG else config, chosen.algorithm, chosen.placement, options)
                 stack.enter_context(replaced(installation, of_model=_adapt_to(job, chosen, split, options)))
                 for module, helpers in _helpers(pipelining_fn, chosen, split):
                     stack.enter_context(replaced(module, **helpers))

@@ -107,8 +107,8 @@ def pipeline(
         memory_limit=MemoryLimit.parse(options.get("memory_limit"), costs_are_known=measured is not None),
         transport=None if transport is None else Transport.parse(transport),
     )
-    if chosen.words:
-        logger.info("%s", chosen.words)
+    if words := chosen.words:
+        logger.info("%s", words)
         options = {"work": cut.work(chosen.placement), **options}
     build = partial(
         build_pipeline_schedule,
