@@ -1,4 +1,4 @@
-"""A plain training loop with ZB: two stages per rank, on a V.
+"""A plain training loop with ZB: four stages per rank, in a wave.
 
     torchrun --nproc-per-node 2 examples/plain_loop.py
 

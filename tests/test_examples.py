@@ -20,7 +20,7 @@ from zbpipe.cli.demo.launch import JobOutcome
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RANKS = 2
-STAGES = {"plain_loop": 4, "packed_loop": 4, "measure_and_plan": 4, "own_schedule": 2}
+STAGES = {"plain_loop": 8, "packed_loop": 8, "measure_and_plan": 4, "own_schedule": 2}
 
 
 def run(folder: Path, *command: str | Path) -> str:

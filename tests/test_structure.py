@@ -27,7 +27,7 @@ BUDGETS = {
     "src/zbpipe/estimation": 1493,
     "src/zbpipe/frameworks": 3547,
     "src/zbpipe/planner": 1803,
-    "src/zbpipe/runtime": 8432,
+    "src/zbpipe/runtime": 8433,
     "src/zbpipe/schedule": 704,
     "src/zbpipe/simulator": 1510,
     "src/zbpipe/titan": 62,

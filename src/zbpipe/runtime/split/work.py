@@ -99,10 +99,11 @@ class WeightWork:
         self._in_i: defaultdict[tuple[str, str], float] = defaultdict(float)
         calls = Counter[int]()
         for gradient in pending:
-            parameter = id(sources.find_leaf(gradient.weight))
-            calls[parameter] += 1
+            leaves = getattr(gradient.weight, "leaves", None) or (sources.find_leaf(gradient.weight),)
+            calls[id(leaves[0])] += 1
             stays = deferral_of(gradient.layer).stays_in_i
-            self._count(parameter, gradient.flops, _CHANGED if stays else "")
+            for leaf in leaves:
+                self._count(id(leaf), gradient.flops / len(leaves), _CHANGED if stays else "")
         making = [each.weight.edge.node for each in pending if isinstance(each.weight, sources.Made)]
         for product in find_products_behind(list(dict.fromkeys(making)), make_weights=True):
             for leaf in product.leaves:
@@ -115,8 +116,7 @@ class WeightWork:
                 for leaf in product.leaves:
                     self._count(id(leaf), product.flops / len(product.leaves), self._explain(product))
         for parameter, found in own.items():
-            rest = len(found) - calls[parameter]
-            if rest > 0:
+            if (rest := len(found) - calls[parameter]) > 0:
                 self._count(parameter, rest * found[0].flops, self._explain(found[0]))
 
     def _count(self, leaf: int, flops: float, reason: str = "") -> None:

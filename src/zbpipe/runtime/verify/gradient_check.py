@@ -219,6 +219,7 @@ class _CheckedStage:
     def _describe(self, errors: dict[str, float], tolerance: float, not_compared: set[str]) -> GradientReport:
         index, split = self._stage.stage_index, find_split(self._stage)
         work = split.work if split else None
+        learned = work if split and split.num_split > 1 else None  # the first I leaves nothing to W
 
         def name(names: Iterable[str]) -> frozenset[tuple[int, str]]:
             return frozenset((index, _readable(each)) for each in names)
@@ -230,8 +231,8 @@ class _CheckedStage:
             errors={(index, name): error for name, error in errors.items()},
             tolerances={index: tolerance},
             not_compared=name(not_compared),
-            deferred=name(work.mostly_in_w) if work and split and split.num_split > 1 else frozenset(),
-            not_deferred=name(work.mostly_in_i) if work else frozenset(),
+            deferred=name(learned.mostly_in_w) if learned else frozenset(),
+            not_deferred=name(learned.mostly_in_i) if learned else frozenset(),
             flops={index: work.flops} if work else {},
             shares={index: work.share} if work else {},
             in_i=tuple((index, each) for each in work.in_i) if work else (),
