@@ -57,7 +57,7 @@ class Costs:
         """These costs with other `sizes` or `fill_waits`."""
         job = self.job and replace(self.job, costs=replace(self.job.costs, **given))
         of = job.on if job else lambda placement: replace(self.of(placement), **given)
-        return replace(self, of=of, job=job, sizes=given.get("sizes", ()))
+        return replace(self, of=of, job=job, sizes=given.get("sizes", self.sizes))
 
     def has(self, placement: Placement) -> bool:
         try:

@@ -98,11 +98,9 @@ def read_workload(arguments: Sequence[str], gpus: int) -> Workload:
     )
 
 
-_DEGREES = {
-    **{"pipeline": "pipeline_parallel", "tensor": "tensor_parallel", "context": "context_parallel"},
-    **{"experts": "expert_parallel", "replicas": "data_parallel_replicate", "fsdp": "data_parallel_shard"},
-}
-"""Fields of TorchTitan's config without `_degree`, by parallel dimension."""
+_SHARED = {each: f"{each}_parallel" for each in ("pipeline", "tensor", "context")} | {"experts": "expert_parallel"}
+_DEGREES = {**_SHARED, "replicas": "data_parallel_replicate", "fsdp": "data_parallel_shard"}
+"""Fields of TorchTitan's config without `_degree`, by parallel dimension. `_SHARED`: those of `shared_degrees`."""
 _NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model.flavor")
 """TorchTitan's arguments that name a job."""
 
@@ -139,5 +137,4 @@ def degrees_of(config: Any, num_gpus: int) -> Degrees:
 
 
 def shared_degrees(parallelism: Any) -> Degrees:
-    shared = {name: getattr(parallelism, f"{each}_degree") for name, each in [*_DEGREES.items()][:4]}
-    return Degrees(**shared)
+    return Degrees(**{name: getattr(parallelism, f"{each}_degree") for name, each in _SHARED.items()})
