@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import make_dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError
@@ -66,6 +67,26 @@ def test_names_that_are_missing_are_all_told(titan: ModuleType, monkeypatch: pyt
     )
     with pytest.raises(ImportError, match=re.escape(said)):
         versions.require_names()
+
+
+def test_the_main_branch_needs_no_fields_of_03(titan: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts tokens. Jobs with its fields: test_titan."""
+    of_03 = {"pipeline_parallel_microbatch_size", "local_batch_size", "seq_len"}
+    config: Any = ModuleType("torchtitan.config")
+    monkeypatch.setitem(sys.modules, "torchtitan.config", config)
+    needed = {f"config:{name}": versions.NEEDED[f"config:{name}|config.job_config:{name[:-6]}"] for name in FIELDS}
+    monkeypatch.setattr(versions, "NEEDED", needed)
+    for name, fields in FIELDS.items():
+        known = {each for either in needed[f"config:{name}"].split() for each in either.split("|")}
+        assert known & of_03
+        setattr(config, name, make_dataclass(name, sorted(known - of_03 | {*fields})))
+    versions.require_names()
+
+
+FIELDS = {
+    "ParallelismConfig": ["num_pp_microbatches"],
+    "TrainingConfig": ["max_context_length", "num_tokens_per_microbatch_per_dp_rank"],
+}
 
 
 def test_a_package_that_a_clone_needs_is_told(titan: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,10 +27,11 @@ JOB_TIMEOUT = 400.0
 """Seconds. A job that compiles everything for the first time takes 30 on two cores of its own, and other suites run."""
 
 
-def short() -> tuple[str, ...]:
-    """Steps of four sequences with 64 tokens, each a microbatch of a pipeline."""
-    of_step = words("training.local_batch_size 4", "training.seq_len 64", "lr_scheduler.warmup_steps 0")
-    return ("--training.steps", str(STEPS), *of_step)
+def short(data_ranks: int | None = None) -> tuple[str, ...]:
+    steps = ("--training.steps", str(STEPS), "--lr_scheduler.warmup_steps", "0")
+    tokens = 4 * 64 * (data_ranks or 1)
+    accumulated = () if data_ranks is None else (each.format(tokens=tokens) for each in flavor().accumulated)
+    return (*steps, *flavor().size, *accumulated)
 
 
 def require_titan(*names: str) -> str:
@@ -57,6 +59,10 @@ class Flavor(NamedTuple):
     module: str
     has_mean_loss: bool
     """Whether a pipeline's gradients are those of the mean of the loss, not of its sum over all tokens of a step."""
+    size: tuple[str, ...] = words("training.local_batch_size 4", "training.seq_len 64")
+    """A step of four sequences with 64 tokens, each a microbatch of a pipeline."""
+    accumulated: tuple[str, ...] = ()
+    """Further arguments of a job without a pipeline, with {tokens} for the tokens per step."""
 
 
 # Gradients of the sum are clipped to the same norm as those of the mean. By default 0.2 checkpoints every second block.
@@ -81,6 +87,14 @@ _FLAVORS = {
         has_mean_loss=True,
     ),
 }
+_FLAVORS["main of August 2026"] = _FLAVORS["0.3.0"]._replace(
+    validation=(),
+    size=words(
+        *("parallelism.num_pp_microbatches 4", "training.max_context_length 64"),
+        "training.num_tokens_per_microbatch_per_dp_rank 64",
+    ),
+    accumulated=words("training.num_tokens_per_train_step {tokens}"),
+)
 
 
 def flavor() -> Flavor:
@@ -88,10 +102,10 @@ def flavor() -> Flavor:
 
 
 def pipeline(schedule: str, num_ranks: int = 2) -> tuple[str, ...]:
-    degree = ("--parallelism.pipeline_parallel_degree", str(num_ranks))
-    return (*degree, "--parallelism.pipeline_parallel_schedule", schedule)
+    return (_DEGREE, str(num_ranks), "--parallelism.pipeline_parallel_schedule", schedule)
 
 
+_DEGREE = "--parallelism.pipeline_parallel_degree"
 Steps = Sequence[Mapping[str, Any]]
 
 
@@ -144,7 +158,10 @@ class Titan:
         """
         seed = self.seed(model)
         start = start_from(seed) if checkpoints is None else start_or_resume(seed, checkpoints)
-        return self._run((*short(), *flavor().settings, *start, *arguments), num_ranks, model, functorch or {})
+        degrees = dict(pairwise(arguments))
+        data_ranks = num_ranks // int(degrees.get("--parallelism.tensor_parallel_degree", 1))
+        size = short(None if _DEGREE in degrees else data_ranks)
+        return self._run((*size, *flavor().settings, *start, *arguments), num_ranks, model, functorch or {})
 
     def without_pipeline(self, *arguments: str, num_ranks: int = 1, model: str = LLAMA) -> Job:
         key = (arguments, num_ranks, model)
