@@ -1,16 +1,26 @@
-"""Configs for TorchTitan's `--module`: jobs in which rank 1 goes wrong, with a plan's layers, or of any sizes."""
+"""Configs for TorchTitan's `--module`: jobs in which rank 1 goes wrong, with a plan's layers, of any sizes, with models
+that cut themselves, and with the fields of TorchTitan's main branch."""
 
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torchtitan.components.validate import Validator
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed.pipeline_parallel import (
+    _build_pipeline_schedule,
+    _generate_llm_fqn_per_model_part,
+    _pipeline_module_split,
+    pipeline_llm,
+)
 from torchtitan.trainer import Trainer
 
 from zbpipe.cli.demo.models03 import llama3_python_stdlib
@@ -120,3 +130,79 @@ def varying() -> VaryingTrainer.Config:
 
 def _values(config: Any) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in fields(config)}
+
+
+def own_functions() -> Trainer.Config:
+    return _cut_by(pipeline_by_own_functions)
+
+
+def runtime() -> Trainer.Config:
+    return _cut_by(pipeline_by_runtime)
+
+
+def _cut_by(pipelining_fn: Callable[..., Any]) -> Trainer.Config:
+    config = llama3_python_stdlib()
+    config.model_spec = replace(config.model_spec, pipelining_fn=pipelining_fn)
+    return config
+
+
+def pipeline_by_own_functions(
+    model: nn.Module, *, parallelize_fn: Any, **given: Any
+) -> tuple[_PipelineSchedule, list[nn.Module], bool, bool]:
+    """Takes TorchTitan's helpers into this module."""
+    parallelism, mesh = given["parallelism"], given["parallel_dims"].get_mesh("pp")
+    names = _generate_llm_fqn_per_model_part(4, len(given["model_config"].layers), 1, 1)
+    name = parallelism.pipeline_parallel_schedule
+    stages, parts = _pipeline_module_split(model, mesh, name, given["device"], names)
+    for stage, part in zip(stages, parts, strict=True):
+        keys = ("parallel_dims", "training", "parallelism", "compile_config", "ac_config", "dump_folder")
+        stage.submod = parallelize_fn(part, **{key: given[key] for key in keys})
+    batch, loss_fn = given["training"].local_batch_size, given["loss_fn"]
+    schedule = _build_pipeline_schedule(parallelism=parallelism, local_batch_size=batch, stages=stages, loss_fn=loss_fn)
+    return schedule, parts, any(each.is_first for each in stages), any(each.is_last for each in stages)
+
+
+class Runtime:
+    def __init__(self, schedule: Any) -> None:
+        self.schedule = schedule
+
+    def step(self, **given: Any) -> None:
+        self.schedule.step(**given)
+
+
+def pipeline_by_runtime(model: nn.Module, **given: Any) -> tuple[Runtime, list[nn.Module], bool, bool]:
+    schedule, *rest = pipeline_llm(model, **given)
+    return Runtime(schedule), *rest  # type: ignore[return-value]
+
+
+class OwnTrainer(Trainer):  # type: ignore[misc]
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):  # type: ignore[misc]
+        pass
+
+    def train_step(self, data_iterator: Any) -> None:
+        raise NotImplementedError("of another library")
+
+
+def own_trainer() -> OwnTrainer.Config:
+    return OwnTrainer.Config(**_values(llama3_python_stdlib()))
+
+
+@dataclass(kw_only=True, slots=True)
+class MainParallelism(ParallelismConfig):  # type: ignore[misc]
+    num_pp_microbatches: int = 4
+
+
+@dataclass(kw_only=True, slots=True)
+class MainTraining(TrainingConfig):  # type: ignore[misc]
+    num_tokens_per_microbatch_per_dp_rank: int = 64
+    max_context_length: int = 64
+    num_tokens_per_train_step: int = -1
+
+
+def counting_tokens() -> Trainer.Config:
+    """The fields that zbpipe reads of TorchTitan's main branch, beside those that 0.3 reads."""
+    config = llama3_python_stdlib()
+    config.parallelism = MainParallelism(**_values(config.parallelism))
+    config.training = MainTraining(**_values(config.training))
+    return config

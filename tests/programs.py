@@ -186,16 +186,8 @@ GUARDS = (
 FORWARDS = ("x.mm(w.t())", "F.linear(x, w)", "x @ w", "torch.tanh(x @ w)", "torch.addmm(x, x, w)")
 FORWARDS_OF_VIEWS = ("w.view_as(w)", "w.t()", "w * 1", "w.clone()", "w.view(-1).view(WIDTH, WIDTH)", "w * w")
 NAMES_OF_VIEWS = (
-    "Scale",
-    "T",
-    "View",
-    "Alias",
-    "Transpose",
-    "Expand",
-    "Select",
-    "ViewBackward0",
-    "TBackward0",
-    "Clone",
+    *("Scale", "T", "View", "Alias", "Transpose", "Expand", "Select"),
+    *("ViewBackward0", "TBackward0", "Clone"),
 )
 
 WEIGHTS = (
@@ -512,21 +504,8 @@ class _Writer:
 
     def returned(self, known: dict[str, list[str]]) -> list[str]:
         dx = self.pick((*known["a"][::-1], "dy.mm(w)", "dy @ w"))
-        how = self.pick(
-            (
-                "direct",
-                "last",
-                "needed",
-                "larger",
-                "none",
-                "accumulate",
-                "alias",
-                "transposed",
-                "direct",
-                "direct",
-                "direct",
-            )
-        )
+        ways = "direct last needed larger none accumulate alias transposed direct direct direct"
+        how = self.pick(ways.split())
         m = known["m"][-1]
         if how == "direct" or (m == "w" and how in ("last", "alias", "transposed")):
             return [

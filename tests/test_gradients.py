@@ -70,9 +70,15 @@ OTHERS = tuple(
 TORCHS = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
-def train_all(names: tuple[str, ...], microbatches: tuple[int, ...]) -> dict[str, list[Result]]:
+ADAPTIVE = ("ZB", "ZBLoop", "Auto")
+"""Those that ask the modules for their checkpointing."""
+
+
+def train_all(
+    names: tuple[str, ...], microbatches: tuple[int, ...], checkpointing: Checkpointing = "none"
+) -> dict[str, list[Result]]:
     with searching_little():
-        return {name: train(name, microbatches, "none") for name in names}
+        return {name: train(name, microbatches, checkpointing) for name in names}
 
 
 @pytest.mark.parametrize(
@@ -85,6 +91,11 @@ def train_all(names: tuple[str, ...], microbatches: tuple[int, ...]) -> dict[str
 )
 def test_every_schedule_class(num_ranks: int, microbatches: tuple[int, ...]) -> None:
     assert_all_like_reference(run_ranks(num_ranks, train_all, OTHERS, microbatches), microbatches)
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", pytest.param("full", marks=pytest.mark.long)])
+def test_schedules_that_adapt_to_the_checkpointing(checkpointing: Checkpointing) -> None:
+    assert_all_like_reference(run_ranks(2, train_all, ADAPTIVE, FEW, checkpointing), FEW)
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])

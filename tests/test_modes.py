@@ -1,6 +1,5 @@
 """Training, evaluation, sizes and refusals in any order: every step like plain autograd over the whole model."""
 
-import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,7 +14,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 from zoo.case import bare
@@ -75,6 +73,11 @@ class Part(nn.Module):
         return self.b(torch.tanh(self.a(x))) + y, torch.tanh(y + self.b(x))
 
 
+def make_part(index: int, *_: int) -> Part:
+    torch.manual_seed(index)
+    return Part()
+
+
 def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     return mse_loss(output[0], target) + output[1].square().mean()
 
@@ -83,29 +86,19 @@ class Loop:
     """A schedule, and the same model without one."""
 
     def __init__(self, name: str, scale_grads: bool = True, **options: Any) -> None:
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        num_ranks = dist.get_world_size()
         table: Any = zbpipe.generate("1F1B", num_ranks, USUAL) if name == "Table" else name
         if name == "Plan":
             table = zbpipe.plan(num_ranks, USUAL, (1, 1, 1), budget=1e3, placements=["v"])
-        self.indices = zbpipe.stage_indices(getattr(table, "schedule", table), rank=rank, num_ranks=num_ranks)
-        num_stages = num_ranks * len(self.indices)
-        parts = []
-        for index in range(num_stages):
-            torch.manual_seed(index)
-            parts.append(Part())
-        self.whole = copy.deepcopy(parts)
-        self.parts = {index: parts[index] for index in self.indices}
-        stages = [PipelineStage(part, i, num_stages, torch.device("cpu")) for i, part in self.parts.items()]
-        self.name, self.scales, self.step = name, scale_grads, 0
         if name == "Auto":
             options |= {"profile_steps": 1}
-        schedule: Any = zbpipe.build_pipeline_schedule(
-            table, stages, USUAL, loss_fn, scale_grads=scale_grads, **options
-        )
+        pipeline = pipelines.Pipeline(table, USUAL, make_part, loss_fn, scale_grads=scale_grads, **options)
+        self.indices, self.parts, self.schedule = pipeline.indices, pipeline.modules, pipeline.schedule
+        self.whole = [make_part(index) for index in range(pipeline.num_stages)]
+        self.name, self.scales, self.step, schedule = name, scale_grads, 0, self.schedule
         if name in ("Table", "Plan"):
             for number in {*range(1, 8)} - {USUAL}:
                 schedule.adopt(zbpipe.generate("1F1B" if name == "Table" else "ZBV", num_ranks, number))
-        self.schedule = schedule
 
     def run(self, event: Event) -> None:
         self.step += 1

@@ -13,15 +13,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import Pipeline, squared_error
+from pipelines import squared_error
 from ranks import run_ranks
+from test_optimizer_step_jobs import Job
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-import zbpipe
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.optimizer.norm import Votes, clip
 from zbpipe.runtime.optimizer.step import StepCounts
@@ -79,27 +79,6 @@ Case = tuple[str, torch.dtype, dict[str, Any]]
 """An optimizer, the dtype of the model, and arguments of `train`."""
 
 
-class Ordinary:
-    """What a job does without OptimizerStep."""
-
-    def __init__(self, optimizer: Optimizer, scheduler: LambdaLR, max_norm: float, on_nonfinite: str) -> None:
-        self.optimizer, self.scheduler = optimizer, scheduler
-        self.max_norm, self.on_nonfinite = max_norm, on_nonfinite
-        self.last_norm: float | None = None
-
-    def __call__(self) -> None:
-        parameters = self.optimizer.param_groups[0]["params"]
-        norm = clip(parameters, self.max_norm, None, torch.device("cpu"))
-        self.last_norm = float(norm)
-        if self.on_nonfinite == "propagate" or norm.isfinite():
-            self.optimizer.step()
-            self.scheduler.step()
-        self.optimizer.zero_grad()
-
-    def finish(self) -> None:
-        pass
-
-
 def batches(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     numbers = torch.Generator().manual_seed(7)
     for number in range(STEPS):
@@ -120,16 +99,13 @@ def train(
     **options: Any,
 ) -> Outcome:
     rank = dist.get_rank()
-    pipeline = Pipeline(name, MICROBATCHES, lambda index, _: Part(index).to(dtype), squared_error)
-    schedule, parameters = pipeline.schedule, pipeline.parameters()
-    made = OPTIMIZERS[optimizer](parameters)
-    scheduler = LambdaLR(made, lambda number: 1 / (1 + number))
-    step: Any = Ordinary(made, scheduler, max_norm, on_nonfinite)
-    if not ordinary:
-        how: dict[str, Any] = {"max_norm": max_norm, "lr_schedulers": scheduler, "on_nonfinite": on_nonfinite}
-        step = zbpipe.OptimizerStep(schedule, made, **how, **options)
+    part = lambda index, _: Part(index).to(dtype)  # noqa: E731
+    job = Job(name, microbatches=MICROBATCHES, make_part=part, loss=squared_error, optimize=OPTIMIZERS[optimizer])
+    scheduler = LambdaLR(job.optimizer, lambda number: 1 / (1 + number))
+    how: dict[str, Any] = {"max_norm": max_norm, "lr_schedulers": scheduler, "on_nonfinite": on_nonfinite}
+    step: Any = (job.ordinary if ordinary else job.ahead)(**how, **options)
     torch.manual_seed(1000 + rank)
-    losses, norms, reductions, reduce = [], [], set(), dist.all_reduce
+    losses, reductions, reduce = [], set(), dist.all_reduce
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         reductions.add(sys._getframe(1).f_globals["__name__"])
@@ -141,25 +117,17 @@ def train(
     ):
         for number, (x, y) in enumerate(batches(dtype)):
             if zeroed_by_the_job:
-                made.zero_grad(set_to_none=False)
-            losses.append(str(pipeline.run(x, target=y)))
+                job.optimizer.zero_grad(set_to_none=False)
+            losses.append(str(job.run(x, target=y)))
             if nan and number == NAN_ON_ONE_RANK and rank == 1:
-                parameters[0].grad[0] = torch.nan  # type: ignore[index]
+                job.trained[0].grad[0] = torch.nan  # type: ignore[index]
             step()
-            if ordinary:
-                norms.append(str(step.last_norm))
-    step.finish()
+    if not ordinary:
+        step.finish()
+    state = [*job.weights().values(), torch.tensor(job.optimizer.param_groups[0]["lr"])]
+    digest = sha256(b"".join(each.double().numpy().tobytes() for each in state)).hexdigest()
     counts = getattr(step, "counts", StepCounts())
-    return Outcome(digest(pipeline.modules, made), losses, norms, counts, run_ahead.call_count, reductions)
-
-
-def digest(parts: dict[int, nn.Module], optimizer: Optimizer) -> str:
-    tensors = [each for part in parts.values() for each in part.state_dict().values()]
-    for parameter in optimizer.param_groups[0]["params"]:
-        state = optimizer.state[parameter]
-        tensors += [torch.as_tensor(value) for _, value in sorted(state.items()) if value is not None]
-    tensors.append(torch.tensor(optimizer.param_groups[0]["lr"]))
-    return sha256(b"".join(each.detach().double().numpy().tobytes() for each in tensors)).hexdigest()
+    return Outcome(digest, losses, [str(each) for each in job.norms], counts, run_ahead.call_count, reductions)
 
 
 def pairs(name: str, cases: list[Case]) -> list[tuple[Outcome, Outcome]]:

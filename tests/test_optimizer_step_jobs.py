@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.optim import LBFGS, SGD, AdamW
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau as Plateau
 
 import zbpipe
@@ -48,6 +49,10 @@ class Job(Pipeline):
         parallel: Callable[[nn.Module, DeviceMesh], None] | None = None,
         mesh: DeviceMesh | None = None,
         seed: int = 0,
+        *,
+        microbatches: int = MICROBATCHES,
+        make_part: Callable[[int, int], nn.Module] | None = None,
+        optimize: Callable[[list[nn.Parameter]], Optimizer] = lambda parameters: AdamW(parameters, lr=1e-2),
         **options: Any,
     ) -> None:
         def build(index: int, num_stages: int) -> nn.Module:
@@ -62,9 +67,9 @@ class Job(Pipeline):
         self.group = mesh.get_group("pp") if mesh else None
         has_replicas = mesh is not None and mesh.mesh_dim_names != ("pp", "tp")
         self.replica, self.replicas = (mesh.get_local_rank(1), mesh.size(1)) if mesh and has_replicas else (0, 1)
-        super().__init__(name, MICROBATCHES, build, group=self.group, **options)
+        super().__init__(name, microbatches, make_part or build, group=self.group, **options)
         self.trained = [each for each in self.parameters() if each.requires_grad]
-        self.optimizer = AdamW(self.trained, lr=1e-2)
+        self.optimizer = optimize(self.trained)
         self.norms: list[float] = []
         """Of ordinary steps."""
 
@@ -79,12 +84,18 @@ class Job(Pipeline):
             step()
         return losses
 
-    def ordinary(self, max_norm: float) -> Callable[[], None]:
+    def ordinary(
+        self, max_norm: float, lr_schedulers: LRScheduler | None = None, on_nonfinite: str = "propagate"
+    ) -> Callable[[], None]:
         """The step of a job without zbpipe's."""
 
         def step() -> None:
-            self.norms.append(float(clip(self.trained, max_norm, self.group, torch.device("cpu"))))
-            self.optimizer.step()
+            norm = clip(self.trained, max_norm, self.group, torch.device("cpu"))
+            self.norms.append(float(norm))
+            if on_nonfinite == "propagate" or norm.isfinite():
+                self.optimizer.step()
+                if lr_schedulers is not None:
+                    lr_schedulers.step()
             self.optimizer.zero_grad()
 
         return step
@@ -98,8 +109,9 @@ class Job(Pipeline):
         for number, parameter in enumerate(self.trained):
             found |= {f"{number}.{name}": value for name, value in self.optimizer.state[parameter].items()}
         return {
-            name: (each.to_local() if isinstance(each, DTensor) else each).detach().clone()
+            name: torch.as_tensor(each.to_local() if isinstance(each, DTensor) else each).detach().clone()
             for name, each in found.items()
+            if each is not None
         }
 
 

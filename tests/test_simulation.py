@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from broken import Broken, broken_schedules
 from determinism import draw_fewer
@@ -59,7 +60,7 @@ def plain_starts(run: Run, num_steps: int, synchronous: bool) -> dict[Event, flo
         moved = False
         for event, inputs in waits.items():
             ready = max(
-                (start[other] + length(run.costs, other) + delay for other, delay in inputs.items()), default=0.0
+                (start[other] + seconds_of(run.costs, other) + delay for other, delay in inputs.items()), default=0.0
             )
             if ready > start[event]:
                 start[event], moved = ready, True
@@ -75,13 +76,30 @@ def plain_inputs(event: Event, events: dict[Event, int], run: Run) -> dict[Event
         OpKind.B: [(stage, "F"), (stage + 1, "I"), (stage + 1, "B")],
     }[kind]
     inputs = [(step, Op(other, OpKind(letter), microbatch)) for other, letter in wanted]
-    return {other: run.costs.transfer(events[other], events[event]) for other in inputs if other in events}
+    return {other: sending(run.costs, events[other], events[event], microbatch) for other in inputs if other in events}
 
 
-def length(costs: CostModel, event: Event) -> float:
-    stage, kind, _ = event[1]
-    times = {"F": costs.f[stage], "I": costs.i[stage], "W": costs.w[stage], "B": costs.i[stage] + costs.w[stage]}
-    return times[kind] + costs.overhead
+def sending(costs: CostModel, one: int, other: int, microbatch: int) -> float:
+    link = costs.links.get((one, other), costs.link)
+    tokens, _ = ratios(costs, microbatch)
+    return 0.0 if one == other else link.latency + tokens * costs.message_bytes / link.bandwidth
+
+
+def ratios(costs: CostModel, microbatch: int) -> tuple[float, float]:
+    """Of a microbatch's tokens, and of their squares in each sample, to those that the costs are of."""
+    if not costs.sizes:
+        return 1.0, 1.0
+    own = costs.of_size or np.mean(costs.sizes, axis=0)
+    tokens, squares = costs.sizes[microbatch]
+    return tokens / own[0], squares / own[1]
+
+
+def seconds_of(costs: CostModel, event: Event) -> float:
+    stage, kind, microbatch = event[1]
+    (tokens, squares), share = ratios(costs, microbatch), costs.by_stage(costs.attention)[stage]
+    f, i = (each[stage] * ((1 - share) * tokens + share * squares) for each in (costs.f, costs.i))
+    w = costs.w[stage] * tokens
+    return {"F": f, "I": i, "W": w, "B": i + w}[kind] + costs.overhead
 
 
 def starts(timeline: Timeline) -> dict[Event, float]:
@@ -105,7 +123,9 @@ def steps_in_a_row(schedule: Schedule, costs: CostModel, ahead: Sequence[int], n
 def test_a_plain_simulator_gets_the_same_times(run: Run) -> None:
     timeline = run.simulate()
     assert starts(timeline) == plain_starts(run, 1, True)
-    assert all(span.end == span.start + length(run.costs, (0, span.op)) for spans in timeline.spans for span in spans)
+    assert all(
+        span.end == span.start + seconds_of(run.costs, (0, span.op)) for spans in timeline.spans for span in spans
+    )
 
 
 @draw_fewer(2)

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from itertools import combinations, permutations
 from pathlib import Path
 from random import Random
@@ -14,8 +13,9 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_simulation import Run, plain_starts, seconds_of
 
-from zbpipe import CostModel, Op, OpKind, Placement, Schedule, cli, generate, load_costs, pack, plan, simulate, validate
+from zbpipe import CostModel, OpKind, Placement, Schedule, cli, generate, load_costs, pack, plan, simulate, validate
 from zbpipe.costs import JobCosts, Layer, LayerCosts, dump_costs
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.planner.packing import Microbatch
@@ -39,45 +39,12 @@ def sized(draw: st.DrawFn, schedule: Schedule) -> CostModel:
     return replace(costs, attention=attention, sizes=tuple(sizes), of_size=draw(st.none() | SIZES))
 
 
-def longest_path(schedule: Schedule, costs: CostModel) -> float:
-    """A step's seconds, by the words of `CostModel.sizes` and the rules of a pipeline."""
-    rank_of, last, rows = schedule.placement.rank_of, schedule.placement.num_stages - 1, list(schedule)
-    own = costs.of_size or np.mean(costs.sizes, axis=0)
-    known = {op for row in rows for op in row}
-
-    def ratios(op: Op) -> tuple[float, float]:
-        tokens, squares = costs.sizes[op.microbatch]
-        return tokens / own[0], squares / own[1]
-
-    def seconds(op: Op) -> float:
-        (tokens, squares), share = ratios(op), costs.by_stage(costs.attention)[op.stage]
-        f, i, w = (each[op.stage] for each in (costs.f, costs.i, costs.w))
-        attended = (1 - share) * tokens + share * squares
-        times = {"F": f * attended, "I": i * attended, "W": w * tokens, "B": i * attended + w * tokens}
-        return times[op.kind] + costs.overhead
-
-    @cache
-    def end(op: Op) -> float:
-        row = rows[rank_of[op.stage]]
-        begin = end(row[row.index(op) - 1]) if row.index(op) else 0.0
-        step = 0 if op.kind is OpKind.W else -1 if op.kind is OpKind.F else 1
-        if step and 0 <= op.stage + step <= last:
-            kinds = (OpKind.F,) if step < 0 else (OpKind.I, OpKind.B)
-            (giver,) = {Op(op.stage + step, kind, op.microbatch) for kind in kinds} & known
-            one, other = rank_of[giver.stage], rank_of[op.stage]
-            link = costs.links.get((one, other), costs.link)
-            sent = link.latency + ratios(op)[0] * costs.message_bytes / link.bandwidth if one != other else 0.0
-            begin = max(begin, end(giver) + sent)
-        return begin + seconds(op)
-
-    return max(end(row[-1]) for row in rows)
-
-
 @given(st.data())
 def test_a_step_is_its_longest_path_and_above_the_bounds(data: st.DataObject) -> None:
     schedule = data.draw(runnable_schedules())
     costs = data.draw(sized(schedule))
-    assert simulate(schedule, costs).makespan == pytest.approx(longest_path(schedule, costs))
+    ends = [start + seconds_of(costs, event) for event, start in plain_starts(Run(schedule, costs), 1, False).items()]
+    assert simulate(schedule, costs).makespan == pytest.approx(max(ends))
     size = schedule.placement, costs, schedule.num_microbatches
     assert simulate(schedule, costs).makespan >= lower_bound(*size) * (1 - 1e-9)
     assert period(schedule, costs) >= period_bound(*size) * (1 - 1e-9)

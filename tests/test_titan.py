@@ -73,6 +73,13 @@ HOST = " MiB to the host"
 LESS = "--parallelism.pipeline_parallel_{}_stage_less_layers"
 
 
+def faulty(config: str) -> tuple[str, ...]:
+    return "--module", "job_configs", "--config", config
+
+
+AHEAD = ("--zbpipe.optimizer-step", "validated")
+
+
 def per_stage(layers: int) -> tuple[str, str]:
     return "--parallelism.pipeline_parallel_layers_per_stage", str(layers)
 
@@ -136,11 +143,24 @@ JOBS = {
         options=options("fsdp-mode reshard"),
         says=("FSDP: each module gathers for each F and backward",),
     ),
+    **{
+        f"{config} {name}": Cell(schedule=name, options=faulty(config))
+        for config, name in (("own_functions", "ZBV"), ("counting_tokens", "ZB"))
+        if not IS_02
+    },
     "Auto offloads": Cell(
         schedule="Auto", steps=FOR_AUTO, options=(*MEASURES, *options("offload activations")), says=(HOST,)
     ),
 }
-IN_LONG = ("lean none", "lean full", "ZB", "ZB of three", "DualPipeV with options", "Auto offloads")
+IN_LONG = (
+    "own_functions ZBV",
+    "lean none",
+    "lean full",
+    "ZB",
+    "ZB of three",
+    "DualPipeV with options",
+    "Auto offloads",
+)
 MARKS: dict[str, Any] = dict.fromkeys((*IN_LONG, "reshard always", "reshard by zbpipe"), LONG)
 
 
@@ -155,14 +175,28 @@ def test_a_job_trains_as_without_a_pipeline(titan: Titan, name: str) -> None:
 
 
 @pytest.mark.long
-def test_a_table_of_any_placement(titan: Titan, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", ["", *([] if IS_02 else ["own_functions"])])
+def test_a_table_of_any_placement(titan: Titan, tmp_path: Path, config: str) -> None:
     """TorchTitan knows loops and V's alone. These stages go down, up, and down again; the last one is on rank 1."""
     placement = Placement((0, 1, 1, 0, 0, 1))
     planned = zbpipe.plan(2, 4, zbpipe.CostModel.uniform(placement), placements=[placement], budget=0.2)
     name, schedule = str(tmp_path / "wave.csv"), planned.schedule
     (tmp_path / "wave.csv").write_text(schedule.to_csv())
-    job = train_as_without_a_pipeline(titan, Cell(schedule=name))
+    job = train_as_without_a_pipeline(titan, Cell(schedule=name, options=faulty(config) if config else ()))
     assert job.log.count(f"{name} with 4 microbatches: stages on ranks 0-1-1-0-0-1") == 1  # the same on all ranks
+
+
+@needs_03
+@pytest.mark.long
+def test_another_runtime_is_left_alone(titan: Titan) -> None:
+    """Schedules of zbpipe and its options are refused: REFUSALS."""
+    job = titan.train(*pipeline("1F1B"), *faulty("runtime"), num_ranks=2)
+    assert job.error is None, job.log
+    norms = [[step["grad_norm"] for step in each.steps] for each in (job, titan.without_pipeline())]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)  # the loss is on the other rank
+    assert "job_configs.pipeline_by_runtime runs 1F1B by its own Runtime" in job.log
+    assert "zbpipe/bubble(%)" not in job.steps[-1]
+    assert "loss is not visible" in job.log
 
 
 MODULES = [["tok_embeddings"], ["layers.0", "layers.1", "layers.2"], ["layers.3", "layers.4", "layers.5"]]
@@ -211,15 +245,14 @@ def test_an_error_by_torchrun(tmp_path: Path, arguments: list[str], timeout: flo
     assert process("pgrep", "-f", str(tmp_path), code=1).stdout == "", "no process is left"
 
 
-def faulty(config: str) -> tuple[str, ...]:
-    return "--module", "job_configs", "--config", config
-
-
 COMPLAINT = r"RuntimeError: Loss is not finite \(global_avg_loss=nan\) at step 2. Stopping training."
 HERE = r"rank 1, schedule ZBV, action \d+ of \d+ in step \d+, \dF\d: ArithmeticError: too much"
 CUTS = "cuts the model's 6 layers into 2 stages, but ZBV on 2 ranks has 4: change or omit the field"
 ODD = "=3 cuts the model's 6 layers into 3 stages, but ZB on 2 ranks has a multiple of 2: change or omit the field"
 DIFFER = r"PipelineError: .*: rank 0: ZBV with 4 microbatches \(table \w+\); rank 1: 1F1B with 4 .*\)"
+RUNTIMES = "job_configs.pipeline_by_runtime runs this model by its own Runtime"
+OVERRIDES = "--zbpipe.optimizer-step validated has no effect in job_configs.OwnTrainer, which overrides train_step"
+PROCESSES = "pipeline_parallel_degree=3 needs a multiple of 3 processes, and this job has 2: start"
 OTHER = "PipelineError: another rank failed first: "
 
 
@@ -233,6 +266,9 @@ REFUSALS = {
         f"^{OTHER}{HERE}$",
         f"^PipelineError: {HERE}$",
     ),
+    "another runtime": ((*pipeline("ZBV"), *faulty("runtime")), RUNTIMES, RUNTIMES),
+    "an own trainer": ((*pipeline("ZBV"), *faulty("own_trainer"), *AHEAD), OVERRIDES, OVERRIDES),
+    "too few processes": (pipeline("ZBV", 3), PROCESSES, PROCESSES),
     # TorchTitan sees a loss that is not finite on the rank with the last stage.
     "step is not finite on rank 0": (
         (*pipeline("ZBV"), *faulty("nan_in_step_2")),
@@ -246,7 +282,9 @@ REFUSALS = {
     ),
 }
 OF_03: dict[str, Any] = {"stages that the ranks cannot share": LONG, "raises in a step": ()}
+OF_03 |= {"another runtime": LONG, "an own trainer": LONG}
 OF_03 |= {"different schedules": NEWEST, "step is not finite on rank 0": NEWEST, "step is not finite on rank 1": LONG}
+BEFORE_THE_RANKS_MEET = ("a deadlock", "another runtime", "an own trainer", "too few processes")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=OF_03.get(name, ())) for name in REFUSALS])
@@ -263,7 +301,7 @@ def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, name: str) -> None:
     assert job.began == ("step" in name)
     if "stages" in name or name == "a deadlock":
         assert "is building stage_idx" not in job.log
-    if name == "a deadlock":  # known before the ranks meet
+    if name in BEFORE_THE_RANKS_MEET:
         assert job.log.count("Error: ") == 2
         assert "Building" not in job.log
 
@@ -741,8 +779,6 @@ CLIPPING = "720" if IS_02 else "2.82"
 # By default TorchTitan 0.2 cannot resume from the last checkpoint of a job.
 RESUMABLE = ("--checkpoint.no_last_save_model_only",) if IS_02 else ()
 
-AHEAD = ("--zbpipe.optimizer-step", "validated")
-
 
 def counts_of(job: Job) -> dict[str, int]:
     found = set(re.findall(r"Optimizer steps: (.*)", job.log))
@@ -772,24 +808,64 @@ def test_checkpoints_hold_validated_steps(titan: Titan, tmp_path: Path) -> None:
     assert first.steps[-1]["zbpipe/optimizer_steps/repeated"] == counts["repeated"]
 
 
-def test_no_checkpoint_comes_before_the_validation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is saved of a finished step: the last one, too, whose number the interval does not divide."""
+class Part:
+    def __init__(self, done: list[Any]) -> None:
+        self.done, self.optimizers = done, ["optimizer"]
+
+    def step(self) -> None:
+        self.done.append("stepped")
+
+    def zero_grad(self) -> None:
+        self.done.append("zero")
+
+
+@pytest.mark.parametrize("has_engine", [False, True])
+def test_no_checkpoint_comes_before_the_validation(monkeypatch: pytest.MonkeyPatch, has_engine: bool) -> None:
+    """Each is saved of a finished step: the last one, too, whose number the interval does not divide. TorchTitan's main
+    branch has parts of the trainer in an engine since September 2026."""
     done: list[Any] = []
 
     class Trainer:
-        checkpointer = SimpleNamespace(enable=True, _should_save=lambda step, last_step: last_step or step % 2 == 0)
-        checkpointer.save = lambda step, last_step: done.append(step)
-        pp_schedule = lr_schedulers = None
-        optimizers = SimpleNamespace(optimizers=[])
+        def __init__(self) -> None:
+            due = lambda step, last_step: last_step or step % 2 == 0  # noqa: E731
+            save = lambda step, last_step: done.append(step)  # noqa: E731
+            self.checkpointer = SimpleNamespace(enable=True, _should_save=due, save=save)
+            self.checkpointer.maybe_wait_for_staging = lambda: None
+            self.metrics_processor = SimpleNamespace(should_log=lambda step: step == 1)
+            self.parts: Any = self
+            if has_engine:
+                self.parts = self.engine = SimpleNamespace()
+            self.parts.pp_schedule, self.parts.optimizers, self.parts.lr_schedulers = "ZBV", Part(done), Part(done)
+            self.parts.step = 0
 
         def train(self) -> None:
-            for step in (1, 2, 3):
-                self.checkpointer.save(step, last_step=step == 3)
+            for self.parts.step in (1, 2, 3):
+                self.train_step(None)
+                self.checkpointer.save(self.parts.step, last_step=self.parts.step == 3)
 
-        def train_step(self, data_iterator: Any) -> None: ...
+        def train_step(self, data_iterator: Any) -> None:
+            self.parts.optimizers.zero_grad()
+            done.append(float(utils.clip_grad_norm_("parameters")))
+            self.parts.optimizers.step()
+            self.parts.lr_schedulers.step()
 
-    step = SimpleNamespace(finish=lambda: done.append("finished"), counts=StepCounts())
-    monkeypatch.setattr(steps, "OptimizerStep", lambda *args, **kwargs: step)
-    steps.validate_steps(Trainer, None, lambda trainer: 1.0)
+    class Step:
+        counts = StepCounts()
+
+        def __init__(self, *parts: Any, max_norm: float, lr_schedulers: Any, clip: Any, step: Any) -> None:
+            assert (parts, max_norm, type(lr_schedulers)) == (("ZBV", ["optimizer"]), 1.0, Part)
+            self.clip, self.step = clip, step
+
+        def __call__(self, *, now: bool) -> float:
+            self.step()
+            return float(self.clip()) + now
+
+        def finish(self) -> None:
+            done.append("finished")
+
+    utils = SimpleNamespace(clip_grad_norm_=lambda parameters: torch.tensor(2.0))
+    monkeypatch.setattr(steps, "OptimizerStep", Step)
+    steps.validate_steps(Trainer, utils, lambda trainer: 1.0)
     Trainer().train()
-    assert done == [1, "finished", 2, "finished", 3, "finished"]
+    both = ["stepped"] * 2
+    assert done == [*both, 3.0, 1, *both, 2.0, "finished", 2, *both, 2.0, "finished", 3, "finished"]

@@ -1,12 +1,11 @@
-"""The plug with names and signatures of TorchTitan's main branch, in a stand-in that needs no TorchTitan."""
+"""What TorchTitan's releases and its main branch name in other ways, and what is refused before the ranks meet."""
 
-import json
-import logging
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import make_dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError
@@ -15,148 +14,18 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 from commands import process
-from ranks import run_ranks
 from titan_jobs import config_of
 
-import zbpipe
-from zbpipe import CostModel, Placement, cli
+from zbpipe import cli
 from zbpipe.cli.demo.command import find_fault
 from zbpipe.cli.demo.launch import JobOutcome
 from zbpipe.frameworks.installation import find_algorithm
 from zbpipe.frameworks.options import Options
 from zbpipe.frameworks.titan import batches, versions
 from zbpipe.frameworks.titan.check import check, require_processes
-from zbpipe.frameworks.titan.command_line import parse
-from zbpipe.frameworks.titan.steps import part_of
 from zbpipe.titan import train as train_script
-
-STAND_IN = Path(__file__).parent / "titan_stand_in"
-NEEDS_TORCH = pytest.mark.skipif(torch.__version__ < "2.14", reason="TorchTitan's main branch needs torch 2.14")
-RANKS, MICROBATCHES = 2, 4
-VALIDATED = ("--zbpipe.optimizer-step", "validated")
-
-
-def train(jobs: Sequence[tuple[str, str]], options: Sequence[str] = (), *, only_read: bool = False) -> list[Any]:
-    """By job of a toy: the losses on this rank and what zbpipe said, or the error; None if it is `only_read`."""
-    sys.path.insert(0, str(STAND_IN))
-    os.environ["WORLD_SIZE"] = str(RANKS)
-    import zbpipe.titan
-
-    zbpipe.titan.plug_in(parse(options)[0])
-    import torchtitan.train
-
-    found: list[Any] = []
-    for toy, schedule in jobs:
-        name, _, degree = schedule.partition(" ")
-        arguments = {
-            "--module": "torchtitan.experiments.toys",
-            "--config": toy,
-            "--parallelism.pipeline_parallel_degree": degree or str(RANKS),
-            "--parallelism.pipeline_parallel_schedule": name,
-            "--parallelism.num_pp_microbatches": "16" if only_read else str(MICROBATCHES),
-        }
-        sys.argv = ["train", *(word for pair in arguments.items() for word in pair)]
-        try:
-            found.append(_train(torchtitan.train, only_read))
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
-def _train(titan: Any, only_read: bool) -> tuple[list[float], list[str]] | None:
-    if only_read:
-        titan.ConfigManager().parse_args()
-        return None
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    loggers = [logging.getLogger(name) for name in ("zbpipe", "torchtitan")]
-    for each in loggers:
-        each.addHandler(handler)
-        each.setLevel(logging.INFO)
-    try:
-        titan.main()
-    finally:
-        for each in loggers:
-            each.removeHandler(handler)
-    trainer = titan.Trainer.trained[-1]
-    schedule, metrics = part_of(trainer, "pp_schedule"), trainer.metrics_processor
-    if schedule.__class__.__name__ in ("ScheduleZB", "ScheduleZBLoop"):
-        said.append(f"made for the work {schedule._work}")
-    return [loss for _, loss, _ in metrics.logged], said + [json.dumps(extra) for *_, extra in metrics.logged]
-
-
-TOYS = ("llm", "vlm", "own_functions")
-SCHEDULES = ("1F1B", "ZB", "ZBV", "ZBH1", "InterleavedZeroBubble")
-
-
-@NEEDS_TORCH
-def test_models_train_alike_with_all_schedules(tmp_path: Path) -> None:
-    wave = tmp_path / "wave.csv"  # in a placement that no framework knows
-    placement = Placement((0, 1, 1, 0, 0, 1))
-    planned = zbpipe.plan(RANKS, MICROBATCHES, CostModel.uniform(placement), placements=[placement], budget=0.2)
-    wave.write_text(planned.schedule.to_csv())
-    jobs = [(toy, schedule) for toy in TOYS for schedule in (*SCHEDULES, str(wave))]
-    ranks = run_ranks(RANKS, train, jobs)
-    losses: dict[str, list[float]] = {}
-    for (toy, schedule), *found in zip(jobs, *ranks, strict=True):
-        assert not isinstance(found[0], str), (toy, schedule, found[0])
-        of_ranks, said = zip(*found, strict=True)
-        assert of_ranks[0] == of_ranks[1] == pytest.approx(losses.setdefault(toy, of_ranks[0]), rel=1e-5), schedule
-        assert min(of_ranks[0]) > 0
-        words = "\n".join(said[0])
-        assert ("Using zbpipe's pipeline schedule" in words) == (schedule in ("ZB", "ZBV", "ZBH1", str(wave)))
-        assert "Using zbpipe's pipeline schedule" not in "\n".join(said[1])  # the same on all ranks
-        assert "zbpipe/bubble(%)" in words
-        assert "pipeline: " in words
-        assert ("than 1F1B as simulated" in words) == (schedule == "ZB")
-        assert ("made for the work [(" in words) == (schedule == "ZB")  # of the stages of its cut
-        if schedule == "ZBV":  # cut by what each module costs
-            assert ("vision_encoder on the first stage counts as" in words) == (toy == "vlm")
-            assert "by work" in words
-
-
-@NEEDS_TORCH
-def test_validated_steps_find_the_parts_of_the_trainer_in_either_place() -> None:
-    """In the trainer, and in the engine that TorchTitan's main branch has since September 2026."""
-    jobs = [("llm", "ZBV"), ("with_engine", "ZBV")]
-    plain, validated = (run_ranks(RANKS, train, jobs, how)[0] for how in ((), VALIDATED))
-    for (losses, said), (expected, _) in zip(validated, plain, strict=True):
-        assert losses == pytest.approx(expected, rel=1e-5)
-        assert len(losses) == 2
-        assert "Optimizer steps: 2 " in "\n".join(said)
-
-
-@NEEDS_TORCH
-def test_another_runtime_is_left_alone_and_knows_no_schedule_of_zbpipes() -> None:
-    jobs = [("runtime", "1F1B"), ("runtime", "ZBV"), ("llm", "1F1B")]
-    *_, (first, refused, other) = run_ranks(RANKS, train, jobs)
-    assert not isinstance(first, str), first
-    assert not isinstance(other, str), other
-    assert first[0] == pytest.approx(other[0])
-    assert "torchtitan.experiments.toys.pipeline_by_runtime runs 1F1B by its own Runtime" in first[1]
-    assert ["the loss of 1F1B is on another rank" in each[1] for each in (first, other)] == [True, False]
-    assert isinstance(refused, str)
-    assert refused.startswith("torchtitan.experiments.toys.pipeline_by_runtime runs this model by its own Runtime")
-
-
-@NEEDS_TORCH
-def test_what_is_refused_before_the_ranks_meet() -> None:
-    jobs = [("own_trainer", "ZBV"), ("llm", "ZBV"), ("llm", f"ZBV {RANKS + 1}")]
-    (refused, trained, unfit), *_ = run_ranks(RANKS, read, jobs)
-    assert "pipeline_parallel_degree=3 needs a multiple of 3 processes, and this job has 2: start" in str(unfit)
-    assert refused == (
-        "--zbpipe.optimizer-step validated has no effect in torchtitan.experiments.toys.OwnTrainer, which overrides"
-        " train_step: omit the option"
-    )
-    assert trained is None
-
-
-def read(jobs: Sequence[tuple[str, str]]) -> list[str | None]:
-    return train(jobs, VALIDATED, only_read=True)
 
 
 @pytest.fixture
@@ -198,6 +67,26 @@ def test_names_that_are_missing_are_all_told(titan: ModuleType, monkeypatch: pyt
     )
     with pytest.raises(ImportError, match=re.escape(said)):
         versions.require_names()
+
+
+def test_the_main_branch_needs_no_fields_of_03(titan: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts tokens. Jobs with its fields: test_titan."""
+    of_03 = {"pipeline_parallel_microbatch_size", "local_batch_size", "seq_len"}
+    config: Any = ModuleType("torchtitan.config")
+    monkeypatch.setitem(sys.modules, "torchtitan.config", config)
+    needed = {f"config:{name}": versions.NEEDED[f"config:{name}|config.job_config:{name[:-6]}"] for name in FIELDS}
+    monkeypatch.setattr(versions, "NEEDED", needed)
+    for name, fields in FIELDS.items():
+        known = {each for either in needed[f"config:{name}"].split() for each in either.split("|")}
+        assert known & of_03
+        setattr(config, name, make_dataclass(name, sorted(known - of_03 | {*fields})))
+    versions.require_names()
+
+
+FIELDS = {
+    "ParallelismConfig": ["num_pp_microbatches"],
+    "TrainingConfig": ["max_context_length", "num_tokens_per_microbatch_per_dp_rank"],
+}
 
 
 def test_a_package_that_a_clone_needs_is_told(titan: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,0 @@
-from torch import nn
-
-
-class GroupedExperts(nn.Module):
-    pass
