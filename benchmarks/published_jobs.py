@@ -178,10 +178,8 @@ def read_jobs() -> list[Job]:
 
 def _job(cells: dict[str, Any]) -> Job:
     whole = {name: int(cells[name]) for name in ("gpus", "p", "tp", "cp", "ep", "v", "m", "microbatch", "seq")}
-    others: dict[str, Any] = {"published": float(cells["published"] or "nan")}
-    others["options"] = frozenset(cells["options"].split())
-    others["link"] = float(cells["link"]) if cells["link"] else None
-    return Job(**{**cells, **whole, **others})
+    options, link = frozenset(cells["options"].split()), float(cells["link"]) if cells["link"] else None
+    return Job(**{**cells, **whole, "options": options, "link": link, "published": float(cells["published"] or "nan")})
 
 
 def workload(job: Job) -> Workload:
@@ -258,9 +256,8 @@ def workload(job: Job) -> Workload:
 
 def _on(job: Job, degrees: Degrees, how: Checkpointing | None) -> Job:
     """The job on other degrees, with the trainer's own stages. Its number of microbatches does not count."""
-    sizes: dict[str, Any] = {"p": degrees.pipeline, "tp": degrees.tensor, "cp": degrees.context, "v": 1, "m": 1}
-    sizes["ep"] = degrees.experts
-    return replace(job, **sizes, gpus=degrees.gpus, checkpointing=str(how or job.checkpointing))
+    job = replace(job, p=degrees.pipeline, tp=degrees.tensor, cp=degrees.context, ep=degrees.experts, v=1, m=1)
+    return replace(job, gpus=degrees.gpus, checkpointing=str(how or job.checkpointing))
 
 
 def _cut(job: Job, blocks: int) -> tuple[int, ...] | None:
@@ -297,9 +294,7 @@ class Speed:
 def predict(job: Job) -> Speed:
     """The estimate of the job's own schedule: interleaved, or FSDP without a pipeline, or with whole weights."""
     names = [] if job.p == 1 else ["1F1B" if job.v == 1 else "Interleaved1F1B"]
-    device = find(job.device)
-    if job.link is not None:
-        device = replace(device, between=job.link * 1e9)
+    device = find(job.device) if job.link is None else replace(find(job.device), between=job.link * 1e9)
     if "whole" in job.options:
         likely = rates(device)
         return Speed(*(_speed_with_whole_weights(workload(job), each) for each in (likely, *likely.extremes)))
@@ -337,9 +332,8 @@ def summary(found: Iterable[tuple[Job, Speed]]) -> list[list[str]]:
     lines = []
     for words, some in sorted(by_use.items()):
         errors = [100 * speed.error(job) for job, speed in some]
-        inside = sum(speed.includes(job) for job, speed in some)
-        numbers = (f"{fmean(errors):+.1f} %", f"{fmean(map(abs, errors)):.1f} %", f"{inside}")
-        lines.append([*words, str(len(some)), *numbers])
+        inside = str(sum(speed.includes(job) for job, speed in some))
+        lines.append([*words, str(len(some)), f"{fmean(errors):+.1f} %", f"{fmean(map(abs, errors)):.1f} %", inside])
     return lines
 
 
