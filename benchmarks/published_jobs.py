@@ -41,6 +41,8 @@ class Model:
     """Number of weights in all experts of a block."""
     visited: float = 0.0
     """Number of experts that compute each token."""
+    heads: int = 0
+    """Number of query heads, for attention that is not fused. 0 if no job needs it."""
 
     @property
     def in_visited(self) -> float:
@@ -71,6 +73,7 @@ def _with_experts(model: Model, number: int, width: int, visited: int, share: fl
     return replace(model, num_experts=round(share * number), in_experts=in_experts, visited=visited * share)
 
 
+_DEEPSEEK = Model(Block(7168, 24576, 40960, 18432), 61, 129280, 7168 * 18432, 585.3e6, 128 * 160, heads=128)
 MODELS = {
     "Llama 2 7B": _model(4096, 4096, 11008, 32, 32000),
     "Llama 2 13B": _model(5120, 5120, 13824, 40, 32000),
@@ -86,17 +89,19 @@ MODELS = {
     "MPT 70B": _gpt(8192, 80, 50432),
     "GPT 5B": _gpt(4096, 24, 51200),
     "GPT 20B": _gpt(6144, 44, 51200),
-    "GPT 22B": _gpt(6144, 48, 51200),
-    "GPT 175B": _gpt(12288, 96, 50257),
-    "GPT 530B": _gpt(20480, 105, 51200),
-    "GPT 1T": _gpt(25600, 128, 51200),
+    "GPT 22B": replace(_gpt(6144, 48, 51200), heads=64),
+    "GPT 175B": replace(_gpt(12288, 96, 50257), heads=96),
+    "GPT 530B": replace(_gpt(20480, 105, 51200), heads=128),
+    "GPT 1T": replace(_gpt(25600, 128, 51200), heads=160),
     "Nemotron 8B": _gpt(4096, 32, 256000),
     "Nemotron 15B": _gpt(6144, 32, 256000, keys=1024),
     "Nemotron 22B": _gpt(6144, 40, 256000),
     "Nemotron 340B": _gpt(18432, 96, 256000, keys=1536),
     # A block with 8 of 256 experts and a shared one of width 2048; 128 heads of width 192 and values of width 128.
-    "DeepSeek V3": _with_experts(
-        Model(Block(7168, 24576, 40960, 18432), 61, 129280, 7168 * 18432, 585.3e6, 128 * 160), 256, 2048, 8, 58 / 61
+    "DeepSeek V3": _with_experts(_DEEPSEEK, 256, 2048, 8, 58 / 61),
+    # Predicts a second token: one more block, and the head again.
+    "DeepSeek V3, two tokens": _with_experts(
+        replace(_DEEPSEEK, blocks=62, vocabulary=2 * 129280), 256, 2048, 8, 59 / 62
     ),
     # As DeepSeek V3, with 8 of 384 experts and half as many heads.
     "Kimi K2": _with_experts(
@@ -116,6 +121,8 @@ MODELS = {
     "Llama 3 405B, 8 blocks": _model(16384, 1024, 53248, 8, 128256),
     "Llama 3 405B, 62 blocks": _model(16384, 1024, 53248, 62, 128256),
 }
+_PROJECTIONS = 1536 * 24576 + 512 * 32768
+"""Number of weights with which DeepSeek V3 makes queries, keys and values from their latent vectors."""
 _AGAIN = {Checkpointing.NONE: 0, Checkpointing.SELECTIVE: 2, Checkpointing.FULL: 3}
 """Collectives of tensor parallelism that I repeats."""
 _HIDDEN = {"async": ASYNC_TENSOR, "userbuffers": 0.9}
@@ -143,8 +150,9 @@ class Job:
     checkpointing: str
     options: frozenset[str]
     """Of "compiled" (or kernels fused by hand), "float8", "async" or "userbuffers" (tensor parallelism), "megatron" for
-    its jobs without user buffers, "deepep" (or HybridEP), and "whole" if each GPU keeps all weights and shards only
-    their optimizer."""
+    its jobs without user buffers, "deepep" (or HybridEP), "whole" if each GPU keeps all weights and shards only their
+    optimizer, and "unfused" if attention computes and keeps all scores. I also repeats "attention", "norms" (with
+    activation functions) and "projections" (DeepSeek's of queries, keys and values from their latent vectors)."""
     link: float | None
     """Network of each GPU in GB/s, if it is not the device's."""
     published: float
@@ -170,10 +178,8 @@ def read_jobs() -> list[Job]:
 
 def _job(cells: dict[str, Any]) -> Job:
     whole = {name: int(cells[name]) for name in ("gpus", "p", "tp", "cp", "ep", "v", "m", "microbatch", "seq")}
-    others: dict[str, Any] = {"published": float(cells["published"] or "nan")}
-    others["options"] = frozenset(cells["options"].split())
-    others["link"] = float(cells["link"]) if cells["link"] else None
-    return Job(**{**cells, **whole, **others})
+    options, link = frozenset(cells["options"].split()), float(cells["link"]) if cells["link"] else None
+    return Job(**{**cells, **whole, "options": options, "link": link, "published": float(cells["published"] or "nan")})
 
 
 def workload(job: Job) -> Workload:
@@ -196,21 +202,30 @@ def workload(job: Job) -> Workload:
         Checkpointing.NONE: 0.0,
         Checkpointing.SELECTIVE: 2.0 * block.dim * (block.queries + block.hidden) * tokens,
         # torch ends a recomputation before the last product, whose result nothing needs.
-        Checkpointing.FULL: products + attention - 2.0 * model.last * tokens,
+        Checkpointing.FULL: products - 2.0 * model.last * tokens,
     }[how]
-    recomputed = attention * (how is Checkpointing.FULL)
+    again += 2.0 * _PROJECTIONS * tokens * ("projections" in job.options)
     in_f, in_i = block.traffic(how, "compiled" in job.options)
+    in_i += in_f * ("norms" in job.options)
+    repeats = how is Checkpointing.FULL or "attention" in job.options
+    of_f, of_i = attention, (2.5 + repeats) * attention
+    if "unfused" in job.options:
+        # Products of all scores, twice those that a causal mask needs. F writes scores, reads and writes them for the
+        # softmax, and reads them again. I repeats this, and does it for gradients, which two more products read.
+        likely, scores = find(job.device), model.heads * job.seq
+        of_f, of_i = (2 * likely.attention / likely.products * each * attention for each in (1, 2 + repeats))
+        in_f, in_i = in_f + 4 * scores, in_i + (7 + 4 * repeats) * scores
     middle = LayerWork(
         ("layers.0",),
-        products + attention,
-        products + 2.5 * attention + again,
+        products + of_f,
+        products + of_i + again,
         products,
         model.parameters,
         2.0 * own * block.kept_by_f(how, job.tp),
         2.0 * own * block.kept_by_i(job.tp),
         tuple((kind, 2.0 * own * max(block.working(how, kind, job.tp), 0)) for kind in COMPUTATIONS),
         (4, 4 + _AGAIN[how]),
-        (attention, 2.5 * attention + recomputed),
+        (of_f, of_i),
         (2.0 * tokens * in_f, 2.0 * tokens * in_i),
         keys=2.0 * tokens * block.keys_and_values,
         num_experts=model.num_experts,
@@ -241,9 +256,8 @@ def workload(job: Job) -> Workload:
 
 def _on(job: Job, degrees: Degrees, how: Checkpointing | None) -> Job:
     """The job on other degrees, with the trainer's own stages. Its number of microbatches does not count."""
-    sizes: dict[str, Any] = {"p": degrees.pipeline, "tp": degrees.tensor, "cp": degrees.context, "v": 1, "m": 1}
-    sizes["ep"] = degrees.experts
-    return replace(job, **sizes, gpus=degrees.gpus, checkpointing=str(how or job.checkpointing))
+    job = replace(job, p=degrees.pipeline, tp=degrees.tensor, cp=degrees.context, ep=degrees.experts, v=1, m=1)
+    return replace(job, gpus=degrees.gpus, checkpointing=str(how or job.checkpointing))
 
 
 def _cut(job: Job, blocks: int) -> tuple[int, ...] | None:
@@ -280,9 +294,7 @@ class Speed:
 def predict(job: Job) -> Speed:
     """The estimate of the job's own schedule: interleaved, or FSDP without a pipeline, or with whole weights."""
     names = [] if job.p == 1 else ["1F1B" if job.v == 1 else "Interleaved1F1B"]
-    device = find(job.device)
-    if job.link is not None:
-        device = replace(device, between=job.link * 1e9)
+    device = find(job.device) if job.link is None else replace(find(job.device), between=job.link * 1e9)
     if "whole" in job.options:
         likely = rates(device)
         return Speed(*(_speed_with_whole_weights(workload(job), each) for each in (likely, *likely.extremes)))
@@ -320,9 +332,8 @@ def summary(found: Iterable[tuple[Job, Speed]]) -> list[list[str]]:
     lines = []
     for words, some in sorted(by_use.items()):
         errors = [100 * speed.error(job) for job, speed in some]
-        inside = sum(speed.includes(job) for job, speed in some)
-        numbers = (f"{fmean(errors):+.1f} %", f"{fmean(map(abs, errors)):.1f} %", f"{inside}")
-        lines.append([*words, str(len(some)), *numbers])
+        inside = str(sum(speed.includes(job) for job, speed in some))
+        lines.append([*words, str(len(some)), f"{fmean(errors):+.1f} %", f"{fmean(map(abs, errors)):.1f} %", inside])
     return lines
 
 

@@ -22,10 +22,10 @@ FORMALITIES = {"zbpipe", "zbpipe.__main__"}
 BUDGETS = {
     "src/zbpipe": 294,
     "src/zbpipe/algorithms": 737,
-    "src/zbpipe/cli": 1567,
+    "src/zbpipe/cli": 1565,
     "src/zbpipe/costs": 982,
     "src/zbpipe/estimation": 1493,
-    "src/zbpipe/frameworks": 3547,
+    "src/zbpipe/frameworks": 3544,
     "src/zbpipe/planner": 1803,
     "src/zbpipe/runtime": 8433,
     "src/zbpipe/schedule": 704,
@@ -33,7 +33,7 @@ BUDGETS = {
     "src/zbpipe/titan": 62,
     "src/zbpipe/views": 1012,
     "tests": 22553,
-    "benchmarks": 4035,
+    "benchmarks": 4040,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}

@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     help="Write the recommended schedule (in a search, of the best pipeline), or the last of --schedule, for a job.",
 )
 @click.option("--ranks", is_flag=True, help="Print only the memory of each rank with the job's schedule; no --device.")
-@click.option(
-    "--search", is_flag=True, help="Compare all layouts: pipeline, tensor and context parallelism, FSDP, checkpointing."
-)
+@click.option("--search", is_flag=True, help="Compare all layouts: degrees of PP, TP, CP, EP, FSDP, and checkpointing.")
 @click.option("--float8", is_flag=True, help="Estimate the blocks' products in float8.")
 @click.option("--async-tp", is_flag=True, help="Estimate asynchronous tensor parallelism.")
 @sizes_option

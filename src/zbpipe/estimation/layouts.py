@@ -1,4 +1,4 @@
-"""Estimates on other layouts: degrees of pipeline, tensor and context parallelism and FSDP, and checkpointing."""
+"""Estimates on other layouts: degrees of pipeline, tensor, context and expert parallelism, FSDP, and checkpointing."""
 
 from __future__ import annotations
 
