@@ -30,6 +30,10 @@ from zbpipe.simulator.offloading import offload
 from zbpipe.simulator.simulation import period, simulate
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.testing import check_schedule, cost_models, schedules
+from zbpipe.views.grid import grid
+from zbpipe.views.html import drawing
+from zbpipe.views.perfetto import perfetto
+from zbpipe.views.svg import svg
 
 F, I, W, B = OpKind.F, OpKind.I, OpKind.W, OpKind.B  # noqa: E741
 PAGE = Path(__file__).parent.parent / "docs" / "the-split.md"
@@ -206,6 +210,23 @@ def test_copies_are_planned_for_times_without_fills(transport: str) -> None:
         assert copied.has_copies
         one, other = (simulate(copied, costs, transport=transport) for costs in (filled, off))
         assert one.spans == other.spans
+
+
+@pytest.mark.parametrize(("name", "how"), [("ZBV", "all"), ("ZBH2", "all"), ("ZBV", "own"), ("1F1B", "own")])
+def test_pictures_draw_what_runs_in_waits(name: str, how: Any) -> None:
+    schedule = zbpipe.generate(name, 3, 6)
+    off, filled = (simulate(schedule, waiting(schedule, 0.3), fill_waits=each) for each in ("off", how))
+    for rank, row in enumerate(filled.fills):
+        saved = off.busy[rank] - filled.busy[rank]
+        assert sum(each.end - each.start for each in row) == pytest.approx(saved)
+        for each in row:
+            (span,) = (span for span in filled.spans[rank] if span.start - 1e-9 <= each.start < span.end - 1e-9)
+            assert each.end <= span.end + 1e-9
+            assert how == "all" or (span.op.stage == each.stage and span.op.kind in (I, B))
+    pictures = [(str(grid(each)), svg(each), str(drawing(each)), perfetto(each)) for each in (off, filled)]
+    for without, picture, word in zip(*pictures, (" waits ", 'class="waits"', "' fill'", '"waits"'), strict=True):
+        assert word in picture
+        assert word not in without
 
 
 @draw_fewer(8)
