@@ -253,6 +253,16 @@ def test_zb_and_plans_for_filled_waits_are_never_longer_than_those_for_others(
         assert all(peak <= most * (1 + 1e-8) for peak, most in pairs)
 
 
+def test_plans_keep_w_back_where_there_is_memory() -> None:
+    placement = Placement.wave(4, 2)
+    off = typical_costs(placement, times=TIMES, waits=(0.3, 0.3))
+    filled = replace(off, fill_waits="all")
+    plain, found = (
+        zbpipe.plan(4, 16, costs, "1.25x", placements=placement, budget=1e5).timeline for costs in (off, filled)
+    )
+    assert found.makespan < 0.95 * simulate(plain.schedule, filled).makespan
+
+
 def test_the_table_of_w_that_zb_keeps_back() -> None:
     """In the docs: relative to ZB without fills in the same memory."""
     rows = re.findall(r"^\| ([\d.]+x) \|(( -[\d.]+ % \|){5})$", PAGE.read_text(), re.MULTILINE)
