@@ -49,7 +49,7 @@ quick: $(VENV)/dev  ## what tells most in half a minute, without TorchTitan
 # The other tests need no torch, or TorchTitan.
 QUICK := accumulation costs ir layer_costs actions split split_page validation waiting
 OF_SCHEDULES := bubble_and_memory v_half v_min dualpipe_v zbv_has_no_bubble_but_the_skew_at_the_start warm_up_forwards_of_zbv
-RUN_ON_TORCH := accumulation capture compile data_parallel faults frameworks actions reduction refusals split split_memory steps torch waiting warm_up
+RUN_ON_TORCH := accumulation capture compile data_parallel faults fill_waits frameworks actions reduction refusals split split_memory steps torch waiting warm_up
 
 # Those whose outcome may differ.
 OF_VERSIONS := -m '(not long or versions) and not newest'

@@ -459,10 +459,10 @@ def test_copies_and_receives_are_placed_for_times_without_fills() -> None:
     assert copied.has_copies
     found = []
     with as_rank(0, 2):
-        for each in (plain, replace(plain, fill_waits="all")):
+        for how in ("off", "all"):
             stages = [PipelineStage(nn.Linear(4, 4), n, 4, torch.device("cpu")) for n in (0, 3)]
             runtime: Any = zbpipe.build_pipeline_schedule(
-                copied, stages, 4, squared_error, costs=each, transport="one queue"
+                copied, stages, 4, squared_error, costs=plain, transport="one queue", fill_waits=how
             )
             found.append([str(action) for action in runtime.pipeline_order_with_comms[0]])
     assert found[0] == found[1]
@@ -471,11 +471,9 @@ def test_copies_and_receives_are_placed_for_times_without_fills() -> None:
 NAP = 0.02
 
 
-def test_the_profiler_measures_waits_and_the_log_tells_how_much_of_them_is_filled(
-    one_rank: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each collective takes a nap. The profiled steps fill no waits, unlike those before and after."""
-    caplog.set_level("INFO")
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each collective takes a nap."""
     wait = funcol.wait_tensor
 
     def nap(tensor: Tensor) -> Tensor:
@@ -483,6 +481,32 @@ def test_the_profiler_measures_waits_and_the_log_tells_how_much_of_them_is_fille
         return wait(tensor)
 
     monkeypatch.setattr(funcol, "wait_tensor", nap)
+
+
+@pytest.mark.parametrize(("how", "expected"), [({}, "own"), ({"fill_waits": "off"}, "off"), ({"plain": True}, "off")])
+def test_auto_plans_for_the_waits_that_it_measured(
+    one_rank: None, naps: None, how: dict[str, Any], expected: str
+) -> None:
+    parts = [nn.Sequential(Scattered(), Scattered()) for _ in range(2)]
+    options = {"fill_waits": "own", "profile_steps": 1, **how}
+    schedule: Any = on_one_rank(parts, 2, "Auto", squared_error, **options)
+    run_steps(schedule, 4)
+    costs = schedule.costs.costs
+    assert all(costs.waits[OpKind.I])
+    assert costs == schedule.lists.costs
+    assert costs.fill_waits == expected
+
+
+def test_given_costs_are_filled_as_the_job_is(one_rank: None) -> None:
+    costs = CostModel((1, 1), (1, 1), (1, 1), activations=(1, 1), waits={OpKind.I: 1}, fill_waits="all")
+    assert on_this_rank(costs=costs).lists.costs == replace(costs, fill_waits="own")
+
+
+def test_the_profiler_measures_waits_and_the_log_tells_how_much_of_them_is_filled(
+    one_rank: None, caplog: pytest.LogCaptureFixture, naps: None
+) -> None:
+    """The profiled steps fill no waits, unlike those before and after."""
+    caplog.set_level("INFO")
     schedule = on_this_rank(
         lambda: nn.Sequential(Scattered(), Scattered()), name=schedule_w_last(2, 2, ["F", "I", "W"])
     )
@@ -505,7 +529,8 @@ def test_the_profiler_measures_waits_and_the_log_tells_how_much_of_them_is_fille
     assert [bool(each) for each in filled] == [True, False, False, True]
     assert profiler.costs is not None
     costs: Any = profiler.costs.costs
+    assert costs.fill_waits == "own"
     # The first layer computes no gradient of its input, and no collective.
-    for kind, seconds, naps in ((OpKind.F, costs.f, (2, 2)), (OpKind.I, costs.i, (1, 2))):
-        for waits, whole, number in zip(costs.waits[kind], seconds, naps, strict=True):
+    for kind, seconds, numbers in ((OpKind.F, costs.f, (2, 2)), (OpKind.I, costs.i, (1, 2))):
+        for waits, whole, number in zip(costs.waits[kind], seconds, numbers, strict=True):
             assert number * NAP <= waits <= whole

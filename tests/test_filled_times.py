@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 from commands import answer
+from determinism import draw_fewer
 from hypothesis import given
 from hypothesis import strategies as st
+from searching import searching_little
 
 import zbpipe
+from zbpipe.algorithms.zb import find_shortest
 from zbpipe.costs.file import dump_costs, load_costs
-from zbpipe.costs.job import JobCosts
+from zbpipe.costs.job import JobCosts, MemoryLimit, least_room
 from zbpipe.costs.layers import Layer, LayerCosts
 from zbpipe.costs.model import CostModel, Link
 from zbpipe.costs.transformer import typical_costs
@@ -25,7 +28,12 @@ from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.lower_bound import period_bound
 from zbpipe.simulator.offloading import offload
 from zbpipe.simulator.simulation import period, simulate
-from zbpipe.testing import cost_models, schedules
+from zbpipe.simulator.timeline import Timeline
+from zbpipe.testing import check_schedule, cost_models, schedules
+from zbpipe.views.grid import grid
+from zbpipe.views.html import drawing
+from zbpipe.views.perfetto import perfetto
+from zbpipe.views.svg import svg
 
 F, I, W, B = OpKind.F, OpKind.I, OpKind.W, OpKind.B  # noqa: E741
 PAGE = Path(__file__).parent.parent / "docs" / "the-split.md"
@@ -103,13 +111,17 @@ def test_times_are_those_of_a_simulation_of_events(name: str, how: Any) -> None:
         assert timeline.lower_bound <= timeline.makespan + 1e-9
 
 
+def draw_waiting(data: st.DataObject, placement: Placement) -> CostModel:
+    costs = data.draw(cost_models(placement))
+    parts = st.sampled_from([0.0, 0.5, 1.0])
+    waits = {kind: tuple(each * data.draw(parts) for each in own) for kind, own in ((F, costs.f), (I, costs.i))}
+    return replace(costs, waits=waits)
+
+
 @given(st.data(), st.sampled_from(["own", "all"]))
 def test_no_filled_step_is_below_its_bound_or_above_the_unfilled_one(data: st.DataObject, how: Any) -> None:
     schedule = data.draw(schedules(max_ranks=4, max_microbatches=6))
-    costs = data.draw(cost_models(schedule.placement))
-    parts = st.sampled_from([0.0, 0.5, 1.0])
-    waits = {kind: tuple(each * data.draw(parts) for each in own) for kind, own in ((F, costs.f), (I, costs.i))}
-    costs = replace(costs, waits=waits)
+    costs = draw_waiting(data, schedule.placement)
     filled, off = (simulate(schedule, costs, fill_waits=each) for each in (how, "off"))
     assert filled.lower_bound <= filled.makespan + 1e-9
     assert filled.makespan <= off.makespan + 1e-9
@@ -198,6 +210,73 @@ def test_copies_are_planned_for_times_without_fills(transport: str) -> None:
         assert copied.has_copies
         one, other = (simulate(copied, costs, transport=transport) for costs in (filled, off))
         assert one.spans == other.spans
+
+
+@pytest.mark.parametrize(("name", "how"), [("ZBV", "all"), ("ZBH2", "all"), ("ZBV", "own"), ("1F1B", "own")])
+def test_pictures_draw_what_runs_in_waits(name: str, how: Any) -> None:
+    schedule = zbpipe.generate(name, 3, 6)
+    off, filled = (simulate(schedule, waiting(schedule, 0.3), fill_waits=each) for each in ("off", how))
+    for rank, row in enumerate(filled.fills):
+        saved = off.busy[rank] - filled.busy[rank]
+        assert sum(each.end - each.start for each in row) == pytest.approx(saved)
+        for each in row:
+            (span,) = (span for span in filled.spans[rank] if span.start - 1e-9 <= each.start < span.end - 1e-9)
+            assert each.end <= span.end + 1e-9
+            assert how == "all" or (span.op.stage == each.stage and span.op.kind in (I, B))
+    pictures = [(str(grid(each)), svg(each), str(drawing(each)), perfetto(each)) for each in (off, filled)]
+    for without, picture, word in zip(*pictures, (" waits ", 'class="waits"', "' fill'", '"waits"'), strict=True):
+        assert word in picture
+        assert word not in without
+
+
+@draw_fewer(8)
+@given(st.integers(1, 3), st.integers(1, 6), st.integers(1, 4), st.sampled_from(["own", "all"]), st.data())
+def test_zb_and_plans_for_filled_waits_are_never_longer_than_those_for_others(
+    ranks: int, microbatches: int, stages: int, how: Any, data: st.DataObject
+) -> None:
+    """If both fill the waits. Within the memory limits."""
+    placement = Placement.wave(ranks, stages)
+    off = draw_waiting(data, placement)
+    costs = replace(off, fill_waits=how)
+    room = data.draw(st.floats(1, 8))
+    limit = MemoryLimit(tuple(room * least for least in least_room(placement, costs)), "")
+
+    def plan(costs: CostModel) -> Timeline:
+        return zbpipe.plan(ranks, microbatches, costs, limit, placements=placement).timeline
+
+    for make in (lambda costs: find_shortest("ZB", placement, microbatches, costs, limit), plan):
+        with searching_little():
+            found, plain = make(costs), make(off)
+        check_schedule(found.schedule)
+        assert found.makespan <= simulate(plain.schedule, costs).makespan * (1 + 1e-9)
+        pairs = zip(found.peak_memory, limit.amount, strict=True)  # type: ignore[arg-type]
+        assert all(peak <= most * (1 + 1e-8) for peak, most in pairs)
+
+
+def test_plans_keep_w_back_where_there_is_memory() -> None:
+    placement = Placement.wave(4, 2)
+    off = typical_costs(placement, times=TIMES, waits=(0.3, 0.3))
+    filled = replace(off, fill_waits="all")
+    plain, found = (
+        zbpipe.plan(4, 16, costs, "1.25x", placements=placement, budget=1e5).timeline for costs in (off, filled)
+    )
+    assert found.makespan < 0.95 * simulate(plain.schedule, filled).makespan
+
+
+def test_the_table_of_w_that_zb_keeps_back() -> None:
+    """In the docs: relative to ZB without fills in the same memory."""
+    rows = re.findall(r"^\| ([\d.]+x) \|(( -[\d.]+ % \|){5})$", PAGE.read_text(), re.MULTILINE)
+    assert len(rows) == 3
+    placement = Placement.wave(4, 4)
+    for room, cells, _ in rows:
+        costs = [typical_costs(placement, times=TIMES, waits=(tenths / 10, tenths / 10)) for tenths in range(1, 6)]
+        plain, *filled = (
+            find_shortest("ZB", placement, 16, each, MemoryLimit.parse(room)).makespan
+            for each in (costs[0], *(replace(each, fill_waits="all") for each in costs))
+        )
+        assert [f"{100 * (each / plain - 1):.1f} %" for each in filled] == [
+            each.strip() for each in cells.split("|")[:-1]
+        ]
 
 
 def test_the_table_of_the_docs() -> None:

@@ -152,17 +152,20 @@ def _find_within(
     search: bool,
 ) -> Timeline:
     alike = costs.alike
-    papers, filled = _fill_orders(name, placement, microbatches, alike, tuple(limits), transport)
+    plain = replace(alike, fill_waits="off")  # what W takes besides filled waits is known for whole orders only
+    papers, filled = _fill_orders(name, placement, microbatches, plain, tuple(limits), transport)
     unlimited = (inf,) * len(limits)
-    others = papers if filled else _fill_orders(name, placement, microbatches, alike, unlimited, transport)[1]
+    others = papers if filled else _fill_orders(name, placement, microbatches, plain, unlimited, transport)[1]
     is_timed = not search or (transport is Transport.IDEAL and not costs.has_fsdp and not costs.varies)
     found = filled[:1] if is_timed else list(filled)
+    if alike != plain:
+        found += _fill_orders(name, placement, microbatches, alike, tuple(limits), transport)[1][:1]
     if search and filled and is_searched(placement, microbatches):
         found.append(find_best(name, [*filled[:_SEEDS], *papers], alike, limits, transport))
 
     def are_far() -> bool:
-        shortest = min(simulate(each, alike).makespan for each in found)
-        return shortest > _FAR * lower_bound(placement, alike, microbatches, limits)
+        shortest = min(simulate(each, plain).makespan for each in found)
+        return shortest > _FAR * lower_bound(placement, plain, microbatches, limits)
 
     if not search:
         found = found or others[:1]
@@ -182,10 +185,10 @@ def find_best(
     """The shortest schedule within `limits` that a short search finds from lean forms of `seeds`. Ties: the leanest.
 
     All seeds have the same placement and number of microbatches. If messages share queues with compute, steps are
-    simulated under that transport.
+    simulated under that transport. The search fills no waits for collectives, but the choice of what it found does.
     """
     placement, microbatches = seeds[0].placement, seeds[0].num_microbatches
-    problem = Problem("", placement, costs, microbatches, tuple(limits))
+    problem = Problem("", placement, replace(costs, fill_waits="off"), microbatches, tuple(limits))
     search = Search([problem], _BUDGET, at_hand(), effort=Effort.quick(_BUDGET, problem.num_ops))
     leanest = [make_leanest(seed, costs) for seed in seeds]
     forms = (
@@ -194,9 +197,10 @@ def find_best(
         for form in (fit_within(seed, costs, problem.limits), least)
     )
     search.run((problem, problem.order(form), form.name) for form in dict.fromkeys(forms) if problem.fits(form))
-    if transport is Transport.SHARED:
+    if transport is Transport.SHARED or costs.fill_waits != "off":
         found = sorted({each.order: each for each in search.kept}.values(), key=lambda each: each.length)
-        best = [problem.schedule(name, each.order) for each in found[:_MOST_WITH_QUEUES]]
+        most = _MOST_WITH_QUEUES if transport is Transport.SHARED else None
+        best = [problem.schedule(name, each.order) for each in found[:most]]
         fitting = (*best, *(replace(each, name=name) for each in leanest if problem.fits(each)))
         return min(fitting, key=lambda each: simulate(each, costs, transport=transport).makespan)
     shortest = [each.order for each in search.kept if each.length <= search.shortest * (1 + ROUNDING)]
@@ -309,7 +313,7 @@ class Filler:
         self, name: str, placement: Placement, microbatches: int, costs: CostModel, limits: Sequence[float]
     ) -> None:
         stages = range(placement.num_stages)
-        self.name, self.placement, self.microbatches = name, placement, microbatches
+        self.name, self.placement, self.microbatches, self._costs = name, placement, microbatches, costs
         self._limits = [limit * (1 + ROUNDING) for limit in limits]
         rank_of, last = placement.rank_of, placement.num_stages - 1
         known = {kind: [costs.of(stage, kind) for stage in stages] for kind in _KINDS}
@@ -361,8 +365,9 @@ class Filler:
             raise ValueError("in this order of F and I, ranks wait for each other")
         for rank in ranks:
             rank.run_all_w()
-        ops = tuple(tuple(rank.done) for rank in ranks)
-        return max(rank.clock for rank in ranks), Schedule(self.name, self.placement, self.microbatches, ops)
+        found = Schedule(self.name, self.placement, self.microbatches, tuple(tuple(rank.done) for rank in ranks))
+        fills = self._costs.fill_waits != "off"
+        return simulate(found, self._costs).makespan if fills else max(rank.clock for rank in ranks), found
 
 
 class _Rank:

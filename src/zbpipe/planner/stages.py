@@ -63,8 +63,8 @@ def fits(placement: Placement, costs: CostModel, limits: Sequence[float] | None)
 def make_problem(request: Request, name: str, placement: Placement, costs: CostModel) -> Problem:
     require_size(f"the placement {name}", placement.num_stages, request.microbatches)
     costs.require_microbatches(request.microbatches)
-    exact = costs if costs.has_fsdp or costs.varies else None
-    costs = replace(costs.alike, gather=0.0, reduce=0.0)
+    exact = costs if costs.has_fsdp or costs.varies or costs.fill_waits != "off" else None
+    costs = replace(costs.alike, gather=0.0, reduce=0.0, fill_waits="off")
     limits = request.limits or (inf,) * request.ranks
     require_room(placement, costs, limits)
     # Numbers that no order reaches mean no limit.
@@ -89,8 +89,9 @@ def _find_shortest(candidates: Sequence[Found], transport: Transport, objective:
         return best, timeline
     others = {(each.problem.name, each.order): each for each in candidates}
     for each in sorted(others.values(), key=lambda found: found.length)[:_MOST_CANDIDATES]:
-        # Neither queues nor collectives shorten anything. Sizes may.
-        if each.length >= length(timeline) and not each.problem.full_costs.varies:
+        # Neither queues nor collectives shorten anything. Sizes and filled waits may.
+        costs = each.problem.full_costs
+        if each.length >= length(timeline) and not costs.varies and costs.fill_waits == "off":
             break
         trial = timeline_of(each)
         if length(trial) < length(timeline):
@@ -106,7 +107,8 @@ def make_named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem,
         if "costs" in keywords and "search" not in keywords:
             continue
         limit = MemoryLimit(problem.limits, "") if "memory_limit" in keywords else None
-        known = {"costs": problem.costs, "memory_limit": limit, "search": False}
+        costs = replace(problem.costs, fill_waits=problem.full_costs.fill_waits)
+        known = {"costs": costs, "memory_limit": limit, "search": False}
         # A broken function of an installed package does not end the search.
         with suppress(Exception):
             schedule = algorithm.make_on(problem.placement, problem.num_microbatches, **known)

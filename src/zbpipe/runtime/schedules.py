@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, ClassVar, get_args
 
@@ -147,12 +147,12 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         algorithm = self.algorithm
         checks.require_yes_or_no("defer_loss", defer_loss)
         checks.require_yes_or_no("plain", plain)
-        if plain:
-            logger.warning("plain: %s", PLAIN)
-            fsdp_mode = "torch"
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, pipelining.SCHEDULE_OPTIONS)
         checks.require_one_of("fsdp_mode", fsdp_mode, get_args(FsdpMode))
         checks.require_one_of("fill_waits", fill_waits, get_args(FillWaits))
+        if plain:
+            logger.warning("plain: %s", PLAIN)
+            fsdp_mode, fill_waits = "torch", "off"
         n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
         limit = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None)
         stages, self.placement = checks.place_stages(stages, algorithm)
@@ -160,7 +160,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self.lists = Lists(
             algorithm,
             self.placement,
-            None if costs is None else as_cost_model(costs, self.placement),
+            None if costs is None else replace(as_cost_model(costs, self.placement), fill_waits=fill_waits),
             limit,
             Offload.read(offload),
             known.transport if transport is None else Transport.parse(transport),
@@ -171,7 +171,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self._is_plain = plain
         gradients = WeightGradients(may_fuse=not plain)
         question = agreement.make_key("waits", [stage.stage_index for stage in stages])
-        self.waits = WaitFiller("off" if plain else fill_waits, partial(agreement.find_once, question))
+        self.waits = WaitFiller(fill_waits, partial(agreement.find_once, question))
         if not self.waits.is_decided:
             gradients.has_collectives = set()
         self._split: Callable[[], object] | None = partial(

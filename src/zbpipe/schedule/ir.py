@@ -319,7 +319,7 @@ class Schedule:
         >>> ["".join(map(str, graph.nodes[each])) for each in graph.order]
         ['0F0', '0SEND_F0', '1F0', '1B0', '1SEND_B0', '0B0']
         """
-        rank_of, num_stages = self.placement.rank_of, self.placement.num_stages
+        rank_of, num_stages, has_copies = self.placement.rank_of, self.placement.num_stages, self.has_copies
         ops = list(chain.from_iterable(self.ops))
         number: dict[tables.Cell, int] = dict(zip(ops, count(), strict=False))
         needed: dict[tuple[int, str], list[list[tuple[int, str]]]] = {
@@ -350,7 +350,7 @@ class Schedule:
                         givers.append([giver])
                     elif lane or not first <= giver < place:  # else it is before the previous op
                         waits.append(giver)
-                if self.has_copies:
+                if has_copies:
                     if lane and last[lane] >= 0:
                         waits.append(last[lane])
                     if kind in _RELOAD_BEFORE and (stage, _RELOAD_BEFORE[kind], microbatch) in number:

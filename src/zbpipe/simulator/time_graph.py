@@ -215,13 +215,15 @@ def durations(graph: TimeGraph, costs: CostModel) -> list[float]:
         else:
             found.append(0.0)
     if costs.fill_waits != "off" and not graph.schedule.has_copies:  # which take the products' tensors away
-        _fill(graph.nodes[: graph.ops[-1].stop], costs, found)
+        fill_waits(graph.nodes[: graph.ops[-1].stop], costs, found)
     return found
 
 
-def _fill(ops: Iterable[Cell], costs: CostModel, seconds: list[float]) -> None:
+def fill_waits(ops: Iterable[Cell], costs: CostModel, seconds: list[float]) -> list[tuple[int, int, float]]:
     """Shorten W and B by the products that run in waits. An op's products can run in its own waits, after those that
-    are older. That depends on the order of the ops, and not on times."""
+    are older. That depends on the order of the ops, and not on times. Returns the number of each op with the stage and
+    the seconds of the products in its waits."""
+    ran: list[tuple[int, int, float]] = []
     pending: dict[tuple[int, int], float] = {}  # empty again after each rank
     for node, (stage, kind, microbatch) in enumerate(ops):
         w = costs.of(stage, OpKind.W, microbatch).seconds - costs.overhead
@@ -232,5 +234,7 @@ def _fill(ops: Iterable[Cell], costs: CostModel, seconds: list[float]) -> None:
             if costs.fill_waits == "all" or key[0] == stage:
                 took = min(room, pending[key])
                 pending[key], room = pending[key] - took, room - took
+                ran += [(node, key[0], took)] if took else []
         if kind in ("W", "B"):
             seconds[node] = max(seconds[node] - (w - pending.pop((stage, microbatch))), 0.0)
+    return ran

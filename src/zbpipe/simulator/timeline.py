@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -13,7 +14,7 @@ from typing import Literal, NamedTuple
 from zbpipe.costs.model import CostModel, Receives, Transport
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Schedule
 from zbpipe.simulator.lower_bound import lower_bound
-from zbpipe.simulator.time_graph import Overlap, TimeGraph, durations
+from zbpipe.simulator.time_graph import Overlap, TimeGraph, durations, fill_waits
 
 
 class Span(NamedTuple):
@@ -25,9 +26,9 @@ class Span(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective of a stage, from `start` to `end` in seconds."""
+    """A collective of a stage, or its W's products in a wait for one ("fill"), from `start` to `end` in seconds."""
 
-    kind: Literal["gather", "reduce"]
+    kind: Literal["gather", "reduce", "fill"]
     stage: int
     start: float
     end: float
@@ -111,6 +112,19 @@ class Timeline:
     def reductions(self) -> tuple[tuple[Collective, ...], ...]:
         """Reductions of gradients on each rank (`costs.reduce`), in order."""
         return tuple(tuple(each for each in row if each.kind == "reduce") for row in self.collectives)
+
+    @cached_property
+    def fills(self) -> tuple[tuple[Collective, ...], ...]:
+        """W's products in the waits of each rank's ops, from an op's start on. Empty without `costs.fill_waits`."""
+        if self.costs.fill_waits == "off" or self.graph is None or self.schedule.has_copies:
+            return ()
+        rows: list[list[Collective]] = [[] for _ in self.spans]
+        spans = list(chain.from_iterable(self.spans))
+        for node, stage, took in fill_waits(self.graph.nodes[: len(spans)], self.costs, [0.0] * len(spans)):
+            row = rows[self.schedule.placement.rank_of[stage]]
+            start = max(spans[node].start, row[-1].end if row else 0.0)
+            row.append(Collective("fill", stage, start, start + took))
+        return tuple(map(tuple, rows))
 
     @cached_property
     def busy(self) -> tuple[float, ...]:

@@ -48,8 +48,8 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24, *, colours: bool
     """The picture, with a time axis and a legend.
 
     Every op shows its letter, and its microbatch if there is room. Boxes are as wide as fits into `width` x `height`. A
-    timeline that is too long for one line continues in a band below. Copies to the host and back, and FSDP's
-    collectives, have their own lines. Large timelines are condensed to one line per rank.
+    timeline that is too long for one line continues in a band below. Copies to the host and back, FSDP's
+    collectives, and W's products in waits have their own lines. Large timelines are condensed to one line per rank.
 
     >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 2), (1, 1, 1))
     >>> print(grid(timeline, width=30).plain.splitlines()[0].rstrip())
@@ -197,6 +197,8 @@ def _legend(timeline: Timeline, scale: _Scale, colours: bool) -> Iterator[Text]:
         )
     if any(timeline.collectives):
         yield Text("FSDP: gather, reduce")
+    if any(timeline.fills):
+        yield Text("waits: W's products (f) in waits for collectives")
     yield Text.assemble((IDLE, "dim"), " idle")
     if stages > 1 and colours:
         yield Text("paler: later stages of a rank")

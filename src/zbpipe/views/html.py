@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from importlib.resources import files
+from itertools import chain
 from typing import Any
 
 from zbpipe.schedule.ir import OpKind
@@ -79,7 +80,8 @@ def drawing(timeline: Timeline) -> dict[str, Any]:
         costs = [(timeline.costs.of(stage, kind), shares[rank] or 1.0) for stage, rank in enumerate(placement.rank_of)]
         return [(cost.needs / share, (cost.needs - cost.adds) / share) for cost, share in costs]
 
-    collectives = {each.kind: style.kind_of(each, timeline) for row in timeline.collectives for each in row}
+    beside = chain.from_iterable((*timeline.collectives, *timeline.fills))
+    collectives = {each.kind: style.kind_of(each, timeline) for each in beside}
     numbers = {str(kind): number for number, kind in enumerate((*present, *collectives))}
     frees_nothing = [(0.0, 0.0)] * placement.num_stages
     painted = (*present, *collectives.values())

@@ -20,7 +20,11 @@ KIND_WORDS = {
     OpKind.OI: "offload for W",
     OpKind.RI: "reload for W",
 }
-COLLECTIVE_WORDS = {"gather": "gather of parameters", "reduce": "reduction of gradients"}
+COLLECTIVE_WORDS = {
+    "gather": "gather of parameters",
+    "reduce": "reduction of gradients",
+    "fill": "weight gradients in a wait for a collective",
+}
 UNIT_OF_ACTIVATIONS = "unit: one microbatch on one rank"
 
 _Rgb = tuple[int, int, int]
@@ -105,18 +109,20 @@ def kinds(timeline: Timeline) -> tuple[OpKind, ...]:
 
 
 def lanes(timeline: Timeline, rank: int) -> tuple[tuple[str, tuple[Span | Collective, ...]], ...]:
-    """Parallel work of a rank, as (name, boxes): copies out and in, and FSDP's collectives."""
+    """Parallel work of a rank, as (name, boxes): copies out and in, FSDP's collectives, and W's products in waits."""
     found: list[tuple[str, tuple[Span | Collective, ...]]] = []
     if timeline.copies:
         copies = timeline.copies[rank]
         found += [(name, tuple(span for span in copies if span.op.kind in kinds)) for name, kinds in _LANES]
     if any(timeline.collectives):
         found.append(("FSDP", timeline.collectives[rank]))
+    if any(timeline.fills):
+        found.append(("waits", timeline.fills[rank]))
     return tuple(found)
 
 
 def kind_of(collective: Collective, timeline: Timeline) -> OpKind:
-    """The kind of ops with a collective's colours: F for gathers, W (or B, if there is none) for reductions."""
+    """The kind of ops with a collective's colours: F for gathers, W (or B, if there is none) for others."""
     backward = OpKind.W if OpKind.W in kinds(timeline) else OpKind.B
     return OpKind.F if collective.kind == "gather" else backward
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from zbpipe.costs.file import dump_costs
 from zbpipe.costs.job import JobCosts
-from zbpipe.costs.model import CostModel, Link, Links
+from zbpipe.costs.model import CostModel, FillWaits, Link, Links
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import fsdp2, pipelining
 from zbpipe.runtime._torch.stage_work import OwnWork, find_work
@@ -58,6 +58,8 @@ class RankTable:
     """Median seconds between ops that wait for no message."""
     waits: Mapping[tuple[int, str], float] = field(default_factory=dict)
     """Median seconds of an op's waits for collectives, by stage and kind."""
+    fill_waits: FillWaits = "off"
+    """As in this rank's other steps."""
 
 
 class Profiler:
@@ -121,6 +123,7 @@ class Profiler:
             host=measure_host(pipelining.device_of(stages[0])),
             overhead=find_overhead(self.records, stages[0].num_stages),
             waits=_average_by_key(((op[:2], each) for step in self.records for op, each in step.waits.items()), median),
+            fill_waits=getattr(getattr(self._schedule, "waits", None), "how", "off"),  # torch's schedules fill none
         )
         tables: list[RankTable] = [table] * dist.get_world_size(self._group)
         dist.all_gather_object(tables, table, group=self._group)
@@ -220,6 +223,8 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
                 if any(key[1] == kind for key in beyond)
             },
             waits={kind: each for kind, each in waiting.items() if any(each)},
+            # Ranks with compiled stages fill none, and measure none.
+            fill_waits=next((table.fill_waits for table in tables if table.fill_waits != "off"), "off"),
         ),
         placement,
     )
