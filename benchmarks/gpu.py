@@ -117,8 +117,8 @@ def host(machine: Machine) -> Iterator[Line]:
 
 def pipeline(machine: Machine) -> Iterator[Line]:
     """Step times of schedules, in turns, each against the simulator with the times of ops measured there."""
-    few = [] if machine.has_gpu else ["--schedules", "Interleaved1F1B:2", "ZBVZeroBubble", "ZB:4"]
-    yield from _shared("pipeline", machine, ["--seconds", "300", *few])
+    few = ["--schedules", "Interleaved1F1B:2", "ZBVZeroBubble", "ZB:4", "--queues", "one queue"]
+    yield from _shared("pipeline", machine, ["--seconds", "300", *([] if machine.has_gpu else few)])
 
 
 def connections(machine: Machine) -> Iterator[Line]:
@@ -126,7 +126,7 @@ def connections(machine: Machine) -> Iterator[Line]:
     asked = ["--schedules", *(["1F1B"] if machine.has_gpu else []), "Interleaved1F1B:2", "ZBV"]
     asked += ["--queues", "queue per peer"]
     asked += ["--checkpointing", "selective", "--rounds", "5", "--seconds", "60"]
-    for transport in ("queue per peer", "shared with compute"):
+    for transport in ("queue per peer", "shared with compute")[not machine.has_gpu :]:
         for line in _shared(
             "connections", machine, [*asked, "--transport", transport], CUDA_DEVICE_MAX_CONNECTIONS="1"
         ):

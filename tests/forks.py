@@ -39,6 +39,24 @@ def run_script(folder: Path, num_ranks: int, *command: str) -> str:
         return "".join(pool.starmap_async(_run_rank, jobs, chunksize=1).get(TIMEOUT))
 
 
+def compile_in_turn() -> None:
+    """Ranks compile the same graphs at the same time: here one compiles each, and the others find it in the cache."""
+    import torch._dynamo.guards
+    from filelock import FileLock  # torch needs it
+    from torch._inductor import compile_fx
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    # torch times the guards of each graph, with the processor's caches emptied: an eighth of the compilation.
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    compile_graph, turn = compile_fx._compile_fx_inner, FileLock(Path(cache_dir(), "turn"))
+
+    def compile_alone(*args: Any, **kwargs: Any) -> Any:
+        with turn:
+            return compile_graph(*args, **kwargs)
+
+    compile_fx._compile_fx_inner = compile_alone
+
+
 def torchrun_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     """The environment that torchrun gives a rank, with the port of its store."""
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}

@@ -68,7 +68,8 @@ def try_out(mutant: Mutant) -> Outcome:
     """Run the mutant's test on a copy of the package with the fault."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "src")
-        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+        # With what is compiled, which is valid but for the fault; without what others are writing there.
+        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("*.pyc.*", "*.tmp.*"))
         file = source / "zbpipe" / mutant.file
         text = file.read_text()
         if text.count(mutant.old) != 1:

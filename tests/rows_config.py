@@ -25,19 +25,23 @@ _LORA = LoRAConverter.Config(rank=8, alpha=16.0, target_modules=["wqkv", "wo", "
 _FLOAT8 = Float8LinearConverter.Config(emulate=True, model_compile_enabled=False)
 
 
-def llama3_deep() -> Trainer.Config:
+def llama3_8_blocks() -> Trainer.Config:
+    return _demo_job(_with_blocks(8, llama3.model_registry("debugmodel")))
+
+
+def llama3_16_blocks() -> Trainer.Config:
     """With a block for each of the stages of a V on eight ranks."""
     return _demo_job(_with_blocks(16, llama3.model_registry("debugmodel")))
 
 
-def deepseek_v3_deep() -> Trainer.Config:
+def deepseek_v3_8_blocks() -> Trainer.Config:
     return _demo_job(_with_blocks(8, deepseek_v3.model_registry("debugmodel")))
 
 
 def _with_blocks(number: int, spec: Any) -> Any:
-    """A model with further blocks, which are like its last one."""
+    """A model with fewer blocks, or with copies of its last one."""
     layers = spec.model.layers
-    layers += [deepcopy(layers[-1]) for _ in range(number - len(layers))]
+    layers[:] = [*layers[:number], *(deepcopy(layers[-1]) for _ in range(number - len(layers)))]
     return spec
 
 
@@ -88,9 +92,8 @@ def gpt_oss_small() -> Trainer.Config:
 
 
 def qwen3_moe_small() -> Trainer.Config:
-    """With four of its eight blocks, and smaller experts."""
-    spec = qwen3.model_registry("debugmodel_moe")
-    del spec.model.layers[4:]
+    """With two of its eight blocks, and smaller experts."""
+    spec = _with_blocks(2, qwen3.model_registry("debugmodel_moe"))
     for layer in spec.model.layers:
         layer.moe.routed_experts.inner_experts.hidden_dim = 32
     return _demo_job(spec)

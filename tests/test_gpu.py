@@ -1,33 +1,26 @@
 """The command for the first hour with a GPU runs without one, says what it could not try, and sees what is wrong."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import gpu
 import pytest
 import torch
+from commands import process
 from gpu import UNTRIED, Line, Machine
 
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.stage import SplitWork
 
-SCRIPT = Path(gpu.__file__)
 CPU = Machine(torch.device("cpu"), rounds=2, ranks=[2])
 
 
 @pytest.mark.long
 def test_the_command_on_a_cpu(tmp_path: Path) -> None:
     report = tmp_path / "gpu.json"
-    ran = subprocess.run(
-        [sys.executable, SCRIPT, "--device", "cpu", "--rounds", "2", "--ranks", "2", "--json", report],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    arguments = ("--device", "cpu", "--rounds", "1", "--ranks", "2", "--json")
+    ran = process(sys.executable, gpu.__file__, *arguments, report, timeout=900)
     lines = json.loads(report.read_text())["results"]
     assert {line["part"] for line in lines} == gpu.PARTS.keys()
     untried = [line["what"] for line in lines if line["verdict"] == UNTRIED]

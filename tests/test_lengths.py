@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from random import Random
 from typing import Any
 
@@ -270,12 +270,12 @@ class Across(nn.Module):
         return own if self.hands_on == "DTensor" else own.to_local()
 
 
-def across(hands_on: str) -> None:
+def across() -> None:
     """Two ranks for each stage."""
     with in_float64():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
         tp, group = mesh["tp"], mesh["pp"].get_group()
-        for name, has_rows in (("ZBV", False), ("ZBH1", True)):
+        for hands_on, (name, has_rows) in product(("all", "own", "DTensor"), (("ZBV", False), ("ZBH1", True))):
             random = Random(hands_on)
             build = partial(Across, mesh=tp, hands_on=hands_on)
             loop = Loop(name, build, group=group, of_stages={"get_mesh": lambda *_: tp})
@@ -289,9 +289,8 @@ def across(hands_on: str) -> None:
 
 
 @long
-@pytest.mark.parametrize("hands_on", ["all", "own", "DTensor"])
-def test_tensor_parallelism(hands_on: str) -> None:
-    run_ranks(4, across, hands_on, timeout=300)
+def test_tensor_parallelism() -> None:
+    run_ranks(4, across, timeout=300)
 
 
 def automatic() -> list[int]:

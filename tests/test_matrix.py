@@ -206,20 +206,19 @@ def test_does_not_train(titan: Titan, name: str) -> None:
 # Models and features of TorchTitan 0.3 that the demo lacks: the CPU runs some, others fail in TorchTitan.
 
 
-def _layers_per_stage(number: int) -> tuple[str, ...]:
-    ends = (f"parallelism.pipeline_parallel_{end}_stage_less_layers 0" for end in ("first", "last"))
-    return words(f"parallelism.pipeline_parallel_layers_per_stage {number}", *ends)
-
-
+_A_BLOCK_EACH = words(
+    "parallelism.pipeline_parallel_layers_per_stage 1",
+    *(f"parallelism.pipeline_parallel_{end}_stage_less_layers 0" for end in ("first", "last")),
+)
 _FOUR_STAGES = "runs 4 stages per rank in a (wave|loop)"
 
 
 def resumes(titan: Titan, folder: Path) -> str:
     """With four stages on each rank, which are parts of the one stage that the first job had there."""
-    deep, settings = "rows_config:llama3_deep", (*words("checkpoint.async_mode async"), *_LONGER)
+    deep, settings = "rows_config:llama3_8_blocks", (*words("checkpoint.async_mode async"), *_LONGER)
     first = _saved(titan, folder / "first", *pipeline("1F1B"), *settings, model=deep)
     shutil.copytree(folder / "first" / "step-2", folder / "resumed" / "step-2")
-    resumed = _saved(titan, folder / "resumed", *pipeline("ZB"), *_layers_per_stage(2), *settings, model=deep)
+    resumed = _saved(titan, folder / "resumed", *pipeline("ZB"), *_A_BLOCK_EACH, *settings, model=deep)
     assert re.search(_FOUR_STAGES, resumed.log)
     assert [step["step"] for step in resumed.steps] == [3, 4]
     for job in (first, resumed):
@@ -295,9 +294,8 @@ def lean(feature: str, model: str, **more: Any) -> Cell:
     return Cell(f"ZB, {feature}", "ZB", model=f"rows_config:{model}", **more)
 
 
-def with_four_stages(feature: str, model: str, layers_per_stage: int, **more: Any) -> Cell:
-    options, says = _layers_per_stage(layers_per_stage), (_FOUR_STAGES,)
-    return lean(f"4 stages per rank, {feature}", model, options=options, says=says, **more)
+def with_four_stages(feature: str, model: str, **more: Any) -> Cell:
+    return lean(f"4 stages per rank, {feature}", model, options=_A_BLOCK_EACH, says=(_FOUR_STAGES,), **more)
 
 
 def titans(model: str, error: str, *settings: str, on: int = 1) -> Callable[[Titan, Path], str]:
@@ -309,20 +307,20 @@ def titans(model: str, error: str, *settings: str, on: int = 1) -> Callable[[Tit
 ROWS: dict[str, Cell | tuple[str, str, Callable[[Titan, Path], str]]] = {
     "eight ranks": lean(
         "Llama 3 with 16 blocks, 8 microbatches",
-        "llama3_deep",
+        "llama3_16_blocks",
         pipeline_ranks=8,
         microbatches=8,
         settings=("--training.local_batch_size", "8"),
     ),
     "dp_shard": with_four_stages(
-        "FSDP2 (`fully_shard`), torch.compile", "llama3_deep", 2, settings=_SHARDED, ranks_per_stage=2, compiled=True
+        "FSDP2 (`fully_shard`), torch.compile", "llama3_8_blocks", settings=_SHARDED, ranks_per_stage=2, compiled=True
     ),
     "tp": with_four_stages(
-        "tensor parallelism, torch.compile", "llama3_deep", 2, settings=_TENSOR, ranks_per_stage=2, compiled=True
+        "tensor parallelism, torch.compile", "llama3_8_blocks", settings=_TENSOR, ranks_per_stage=2, compiled=True
     ),
     # The first of the blocks has no experts, so its rank compiles for both kinds.
     "moe": with_four_stages(
-        "mixture of experts (DeepSeek V3), torch.compile", "deepseek_v3_deep", 1, compiled=True, recompilations=1
+        "mixture of experts (DeepSeek V3), torch.compile", "deepseek_v3_8_blocks", compiled=True, recompilations=1
     ),
     "lora": lean(
         "Llama 3 with LoRA, fine-tuned on packed conversations",
@@ -354,6 +352,7 @@ ROWS: dict[str, Cell | tuple[str, str, Callable[[Titan, Path], str]]] = {
     "qwen3": lean(
         "Qwen 3 mixture of experts, sharded and replicated (HSDP)",
         "qwen3_moe_small",
+        options=words("parallelism.pipeline_parallel_layers_per_stage 1"),  # also of embedding and head
         settings=_HYBRID,
         ranks_per_stage=4,
         alone=_by_microbatch(16),  # a batch of another size may be rounded, and so routed, in another way

@@ -32,7 +32,7 @@ BUDGETS = {
     "src/zbpipe/simulator": 1525,
     "src/zbpipe/titan": 62,
     "src/zbpipe/views": 1022,
-    "tests": 22636,
+    "tests": 22631,
     "benchmarks": 4040,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from compatibility import Section, Table, compare_when_all_ran, seen_with, words
+from forks import compile_in_turn
 from models import batch, build_stage, reference
 from pipelines import Pipeline, shard
 from ranks import run_ranks
@@ -55,6 +56,7 @@ def all_runs() -> list[dict[Cell, Run]]:
 
 def train_all() -> dict[Cell, Run]:
     """Schedules of the same stages one after the other: what is compiled for one, the next ones use."""
+    compile_in_turn()
 
     def stages(cell: Cell) -> tuple[Any, ...]:
         return cell[1:]

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from forks import torchrun_variables
+from forks import compile_in_turn, torchrun_variables
 from searching import searching_little
 
 from zbpipe.cli.demo.launch import demo_arguments
@@ -49,11 +49,8 @@ def import_titan() -> None:
 def prepare_compiler() -> None:
     """What each rank's first compilation would do: tables of Dynamo, hashes of torch's sources, tests of the CPU."""
     import torch
-    import torch._dynamo.guards
     from torch._inductor.fx_passes import joint_graph
 
-    # torch times the guards of each graph, with the processor's caches emptied: an eighth of the compilation.
-    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     joint_graph.lazy_init()
     with torch.no_grad():  # autograd's engine starts threads, and then no rank could use it
         layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU())
@@ -120,7 +117,7 @@ def _train(job: dict[str, Any], rank: int) -> None:
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(errors / "error.json")
     for name, value in job["functorch"].items():
         setattr(torch._functorch.config, name, value)
-    _compile_in_turn(folder / "compiler.lock")
+    compile_in_turn()
     sys.argv = ["zbpipe.titan.train", *job["arguments"]]
     with searching_little():  # Auto plans for seconds otherwise
         train.main()
@@ -143,20 +140,6 @@ def _call(job: dict[str, Any], rank: int) -> None:
     logging.disable(logging.WARNING)
     function, arguments = pickle.loads(bytes.fromhex(job["arguments"]))
     (folder / "result").write_bytes(pickle.dumps(function(*arguments)))
-
-
-def _compile_in_turn(lock: Path) -> None:
-    """Ranks compile the same graphs at the same time: here one compiles each, and the others find it in the cache."""
-    from filelock import FileLock  # torch needs it
-    from torch._inductor import compile_fx
-
-    compile_graph, turn = compile_fx._compile_fx_inner, FileLock(lock)
-
-    def compile_alone(*args: Any, **kwargs: Any) -> Any:
-        with turn:
-            return compile_graph(*args, **kwargs)
-
-    compile_fx._compile_fx_inner = compile_alone
 
 
 def main() -> None:
