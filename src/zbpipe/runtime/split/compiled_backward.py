@@ -179,29 +179,27 @@ class Postponed(NamedTuple):
         return self.product.of_weight(dy, x, NONE, more)
 
 
-class _WeightGradient:
-    def __init__(self, part: Part, number: int, kept: dict[int, Tensor]) -> None:
-        self._part = part
-        self._number = number
-        self._kept = kept
-        """The part's other gradients, which the first one computes."""
-        self.flops = part.gradients[number].flops
-        self.as_matrices = part.as_matrices if part.is_one_product else None
-        """The two matrices whose product is the gradient."""
+class _WeightGradient(NamedTuple):
+    """Computes a gradient of a part that is not plain."""
+
+    part: Part
+    number: int
+    kept: dict[int, Tensor]
+    """The part's other gradients, which the first one computes."""
+
+    @property
+    def flops(self) -> float:
+        return self.part.gradients[self.number].flops
 
     def __call__(self, *factors: Any) -> Tensor:
-        if self._number not in self._kept:
-            self._kept.update(enumerate(self._part.compute(*factors)))
-        return self._kept.pop(self._number)
+        if self.number not in self.kept:
+            self.kept.update(enumerate(self.part.compute(*factors)))
+        return self.kept.pop(self.number)
 
 
-class _Mode:
-    # Not per thread: autograd runs the backward of CUDA ops in its own threads.
-    defers = False
-    """Whether compiled backwards leave gradients to W. Otherwise they run in one part, as torch compiles them."""
-
-
-mode = _Mode()
+# Not per thread: autograd runs the backward of CUDA ops in its own threads.
+defers = False
+"""Whether compiled backwards leave gradients to W. Otherwise they run in one part, as torch compiles them."""
 
 
 class _Backward:
@@ -227,7 +225,7 @@ class _Backward:
         self.products = {each.argument: each.flops for part in parts for each in part.gradients}
 
     def __call__(self, args: list[Any]) -> Any:
-        if not mode.defers:
+        if not defers:
             if self._whole is None:
                 self._whole = self._compile_whole()
             return _run_boxed(self._whole, args)

@@ -96,11 +96,11 @@ class _Backward:
 
     def _run(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
         if lazy_products.is_compiled(node):
-            compiled_backward.mode.defers = True
+            compiled_backward.defers = True
             try:
                 return lazy_products.run_own_backward(node, gradients)
             finally:
-                compiled_backward.mode.defers = False
+                compiled_backward.defers = False
         try:
             return lazy_products.run_without_products(node, gradients, self.weights)
         except torch.OutOfMemoryError:
