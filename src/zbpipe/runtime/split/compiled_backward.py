@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from operator import or_
 from typing import Any, NamedTuple, cast
@@ -179,7 +180,8 @@ class Postponed(NamedTuple):
         return self.product.of_weight(dy, x, NONE, more)
 
 
-class _WeightGradient(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _WeightGradient:
     """Computes a gradient of a part that is not plain."""
 
     part: Part
