@@ -152,14 +152,19 @@ def copy_if_shared(pending: Sequence[PendingGradient]) -> None:
     tensors = (each for gradient in pending for each in gradient.tensors if not tensor_data.is_alone(each))
     copies: dict[int, Tensor] = {}
     for storage, own in tensor_data.group_by_storage(tensors):
-        parts = {_identify_part(each): each for each in own}  # several layers may share one x
-        needed = sum(each.nbytes for each in parts.values())
-        if storage is None or tensor_data.has_others(storage, own) or 0 < _WASTE * needed <= storage.nbytes():
-            copied = {part: each.clone() for part, each in parts.items()}
-            copies |= {id(each): copied[_identify_part(each)] for each in own}
+        if storage is None or tensor_data.has_others(storage, own) or _is_mostly_unused(storage, own):
+            parts: dict[tuple[object, ...], Tensor] = {}
+            for each in own:  # several layers may share one x
+                if (part := _identify_part(each)) not in parts:
+                    parts[part] = each.clone()
+                copies[id(each)] = parts[part]
     for gradient in pending:
         if copies and any(id(each) in copies for each in gradient.tensors):
             gradient.tensors = tuple(copies.get(id(each), each) for each in gradient.tensors)
+
+
+def _is_mostly_unused(storage: torch.UntypedStorage, own: Sequence[Tensor]) -> bool:
+    return 0 < _WASTE * sum({_identify_part(each): each.nbytes for each in own}.values()) <= storage.nbytes()
 
 
 def _identify_part(tensor: Tensor) -> tuple[object, ...]:
