@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from zbpipe.runtime._torch import compiler
 from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.autograd import function_of, schema_of, without_autocast
-from zbpipe.runtime.split.lazy_products import postpone
+from zbpipe.runtime.split.lazy_products import PRODUCTS, count_flops, postpone
 from zbpipe.runtime.split.products import NONE, ExtraArguments, WeightProduct
 from zbpipe.runtime.split.sources import find_leaf
 
@@ -40,8 +40,6 @@ _VIEWS = {
 }
 """Views, and the methods of tensors that make them in less host time."""
 _TURNS = {_aten.permute.default, _aten.t.default, _aten.transpose.int}
-_PRODUCTS = ("mm", "matmul", "linear", "einsum", "convolution_backward")
-"""Parts of the names of products."""
 _COLLECTIVES = ("_c10d_functional", "symm_mem")
 _CONVOLUTION = _aten.convolution_backward.default
 
@@ -335,7 +333,7 @@ def _is_fixed(node: Node) -> bool:
 
 
 def _is_product(node: Node) -> bool:
-    return node.op == "call_function" and any(word in str(node.target) for word in _PRODUCTS)
+    return node.op == "call_function" and any(word in str(node.target) for word in (*PRODUCTS, "convolution_backward"))
 
 
 class _Taken(NamedTuple):
@@ -495,15 +493,10 @@ def _find_matrices(results: Sequence[Node], taken: _Taken) -> str | None:
 
 
 def _count(product: Node) -> float:
-    first = int("add" in str(product.target))
     if product.target is _CONVOLUTION:
         dy, x, weight = (_shape_of(each) for each in product.args[:3])
         return 2.0 * (x if product.args[7] else dy).numel() * weight[1:].numel()
-    shapes = [_shape_of(each) for each in product.args if isinstance(each, Node)]
-    shapes = [each for each in shapes if each][first : first + 2]
-    if len(shapes) < 2:
-        return 0.0
-    return 2.0 * shapes[0].numel() * shapes[1][-1]
+    return count_flops(str(product.target), (_shape_of(each) for each in product.args if isinstance(each, Node)))
 
 
 def _example_of(value: Any) -> Any:
