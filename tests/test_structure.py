@@ -27,7 +27,7 @@ BUDGETS = {
     "src/zbpipe/estimation": 1493,
     "src/zbpipe/frameworks": 3541,
     "src/zbpipe/planner": 1803,
-    "src/zbpipe/runtime": 8356,
+    "src/zbpipe/runtime": 8366,
     "src/zbpipe/schedule": 704,
     "src/zbpipe/simulator": 1510,
     "src/zbpipe/titan": 62,
