@@ -26,7 +26,8 @@ class Buffers:
         for own, before in self._owners:
             own.update(before)
         for buffer, value in self._values:
-            buffer.detach().copy_(value)
+            if not torch.equal(buffer, value):  # torch refuses to write into expanded ones
+                buffer.detach().copy_(value)
 
 
 class ModuleState:
