@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zbpipe.runtime._torch.tensor_data import count_holders, find_memory
+from zbpipe.runtime._torch.tensor_data import count_holders, find_storage
 
 BACKENDS: dict[str, Callable[[int, bool], Hashable]] = {
     "fifo_one_queue": lambda peer, sends: None,
@@ -244,7 +244,7 @@ class _Send(_Transfer):
     def waited_for(self) -> None:
         _wait_for(self.done)
         del self.data
-        storage, *_ = find_memory(self.tensor)
+        storage = find_storage(self.tensor)
         alone = storage is not None and count_holders(storage) == 1
         if alone and self.tensor.is_floating_point() and not self.tensor.requires_grad:
             spoil(self.tensor)

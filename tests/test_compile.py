@@ -36,7 +36,7 @@ import zbpipe
 from zbpipe.runtime.split.deferring_layers import defer_in_compiled_regions, defer_weights
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.stage import require_memory_that_lasts
-from zbpipe.runtime.split.weight_gradients import find_changed_versions
+from zbpipe.runtime.split.weight_gradients import find_changes
 
 # The compiler changes the order of sums within a block (float32).
 TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
@@ -108,7 +108,7 @@ def test_a_region_leaves_one_object_to_w() -> None:
     pending = run()
     assert [len(each.parts) for each in pending] == [3, 3]
     pending[1].parts[2].dy.add_(1)
-    ((changed, words),) = find_changed_versions(pending)
+    ((changed, words),) = find_changes(pending)
     assert changed is pending[1]
     assert words == "the gradient of the output (dY)"
     seen: list[Tensor] = []

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo.case import bare, linear
 
 import zbpipe
-from zbpipe.runtime.split import compiled_backward, deferral
+from zbpipe.runtime.split import deferral, graph_parts
 from zbpipe.runtime.split.products import LINEAR, PendingGradient
 from zbpipe.runtime.split.stage import find_pending
 from zbpipe.runtime.verify import GradientReport
@@ -186,11 +186,11 @@ def test_compiled_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, WIDTH)
     factor = 1
 
-    def multiplied(self: compiled_backward.Part, *factors: Any) -> tuple[Tensor, Tensor]:
+    def multiplied(self: graph_parts.Part, *factors: Any) -> tuple[Tensor, Tensor]:
         one, other = self.graph(*factors)
         return factor * one, other
 
-    monkeypatch.setattr(compiled_backward.Part, "as_matrices", property(lambda part: partial(multiplied, part)))
+    monkeypatch.setattr(graph_parts.Part, "as_matrices", property(lambda part: partial(multiplied, part)))
     zbpipe.check_gradients(stage, x, microbatches=3)
     factor = 2
     report = mismatch(zbpipe.check_gradients, stage, x, microbatches=3).report

@@ -419,6 +419,7 @@ def test_a_function_is_right_or_silent(sizes: list[tuple[int, int]]) -> None:
         right = shape(2 * tokens + 1, rows, rows * tokens, 7)
         assert linear(shape(rows, tokens)) in (None, right)
         linear.learn(shape(rows, tokens), right)
+        assert linear(shape(rows)) is None  # all samples are of another kind
         found = rounded(shape(tokens))
         if found is None:
             rounded.learn(shape(tokens), shape(-(-tokens // 8) * 8))

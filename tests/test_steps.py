@@ -27,6 +27,7 @@ from zoo.case import bare
 import zbpipe
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
+from zbpipe.runtime.module_state import Buffers
 from zbpipe.runtime.ranks.failures import share_with_other_ranks
 
 
@@ -308,8 +309,9 @@ def test_a_target_that_torch_cannot_split(one_rank: None, target: Any, run: str)
 
 
 def embed(s: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """A stage that embeds the tokens again, and passes them on."""
+    """A stage that embeds the tokens again, and passes them on. It writes into buffers, and replaces one."""
     *hidden, tokens = inputs
+    s.norm.num_batches_tracked = s.norm.num_batches_tracked + 1
     return s.norm(sum(hidden, s.table(tokens))), tokens
 
 
@@ -330,6 +332,15 @@ def test_inference_of_shapes_takes_zeros_and_keeps_buffers(one_rank: None) -> No
         for part in whole:
             passed = part(*passed)
     torch.testing.assert_close(dict(parts.named_buffers()), dict(whole.named_buffers()))
+
+
+def test_buffers_in_which_nobody_can_write() -> None:
+    module = nn.BatchNorm1d(3)
+    module.register_buffer("mask", torch.ones(1).expand(3))
+    before = Buffers([module])
+    module(torch.randn(4, 3))
+    before.restore()
+    torch.testing.assert_close(module.running_mean, torch.zeros(3))
 
 
 def test_a_profiler_sees_the_actions_and_no_other_step_pays_for_it(

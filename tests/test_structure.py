@@ -25,14 +25,14 @@ BUDGETS = {
     "src/zbpipe/cli": 1565,
     "src/zbpipe/costs": 982,
     "src/zbpipe/estimation": 1493,
-    "src/zbpipe/frameworks": 3544,
+    "src/zbpipe/frameworks": 3541,
     "src/zbpipe/planner": 1805,
-    "src/zbpipe/runtime": 8439,
+    "src/zbpipe/runtime": 8373,
     "src/zbpipe/schedule": 704,
     "src/zbpipe/simulator": 1525,
     "src/zbpipe/titan": 62,
     "src/zbpipe/views": 1022,
-    "tests": 22631,
+    "tests": 22641,
     "benchmarks": 4040,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""

@@ -57,12 +57,7 @@ def _list_words(kind: type[StrEnum]) -> list[str]:
 
 def _one_of(kind: Any) -> dict[str, Any]:
     words = get_args(kind)
-
-    def check(name: str, value: object) -> None:
-        if value not in words:
-            raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, words))}")
-
-    return {"choices": words, "check": check}
+    return {"choices": words, "check": partial(checks.require_one_of, known=words)}
 
 
 def _require_count(name: str, value: object) -> None:

@@ -1,13 +1,33 @@
-"""Snapshot of a module, to run its forward again."""
+"""Snapshots of modules, to run their forwards again."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from zbpipe.runtime._torch.autograd import own_buffers
 from zbpipe.runtime.device import RandomState
+
+
+class Buffers:
+    """The buffers of modules, by value and by assignment: a forward may write into them, or replace them."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        owners = [own_buffers(part) for module in modules for part in module.modules()]
+        self._owners = [(own, dict(own)) for own in owners]
+        found = {id(each): each for own in owners for each in own.values() if each is not None and not is_lazy(each)}
+        self._values = [(each, each.detach().clone()) for each in found.values() if not each.is_inference()]
+
+    def restore(self) -> None:
+        for own, before in self._owners:
+            own.update(before)
+        for buffer, value in self._values:
+            if not torch.equal(buffer, value):  # torch refuses to write into expanded ones
+                buffer.detach().copy_(value)
 
 
 class ModuleState:

@@ -226,17 +226,9 @@ def find_unshared(tensors: Sequence[Tensor], smallest: int) -> list[torch.Untype
     """Storages of at least `smallest` bytes that only `tensors` share. They can be offloaded while unused."""
     # Parameters, buffers, a stage's inputs and outputs, and tensors that a module or its user keeps have other tensors
     # in the same memory, and stay.
-    own: dict[int, dict[int, Tensor]] = defaultdict(dict)
-    """Tensors in each storage, by identity."""
-    for tensor in tensors:
-        for each in tensor_data.list_holders(tensor):
-            place, *_ = tensor_data.find_memory(each)
-            if place is not None:
-                own[place][id(each)] = each
-    found = []
-    for place, here in own.items():
-        storage = next(iter(here.values())).untyped_storage()
-        is_alone = tensor_data.count_holders(place) == len(here)
-        if is_alone and storage.resizable() and storage.nbytes() >= max(smallest, 1):
-            found.append(storage)
-    return found
+    plain = [each for each in tensors if type(each) is Tensor]
+    return [
+        storage
+        for storage, own in tensor_data.group_by_storage(plain)
+        if storage is not None and storage.nbytes() >= max(smallest, 1) and not tensor_data.has_others(storage, own)
+    ]

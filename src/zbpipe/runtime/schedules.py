@@ -23,6 +23,7 @@ from zbpipe.runtime._torch.fsdp2 import FsdpMode
 from zbpipe.runtime._torch.shapes import cut_batch
 from zbpipe.runtime.device import RandomState, find_device
 from zbpipe.runtime.lists import Lists
+from zbpipe.runtime.module_state import Buffers
 from zbpipe.runtime.offload import Copies, make_copier
 from zbpipe.runtime.ranks import agreement, tied_weights
 from zbpipe.runtime.ranks.progress import StepFailures
@@ -296,7 +297,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         with ExitStack() as kept:
             # A loss or layer that calls `backward` itself leaves gradients of zeros.
             for stage in pipelining.stages_of(self):
-                kept.enter_context(pipelining.keeping_buffers(stage))
+                kept.callback(Buffers([stage.submod]).restore)  # torch restores only those that no forward replaces
                 kept.enter_context(fsdp2.without_gradients(stage.submod))
                 kept.enter_context(split.infer_without_compiler(stage))
             super().initialize_stages(*args, **kwargs)

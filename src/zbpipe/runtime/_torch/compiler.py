@@ -76,7 +76,7 @@ def find_backend(module: nn.Module) -> Any:
         context: Any = module.dynamo_ctx
     else:
         call: Any = module._compiled_call_impl
-        compiled = call.args[0] if isinstance(call, partial) else call  # diverted
+        compiled = call.args[-2] if isinstance(call, partial) else call  # diverted
         context = inspect.getclosurevars(compiled).nonlocals.get("self")
     backend = getattr(context, "callback", None)
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:

@@ -75,15 +75,10 @@ def owes_reduction(module: nn.Module) -> bool:
     )
 
 
-def settle_gradients(module: nn.Module) -> None:
-    """Pass gradients that W has added to the `.grad` of unsharded parameters to FSDP2."""
-    # Older versions (torch 2.13) take them only at the end of a backward. They keep the sum in a separate attribute, in
-    # the dtype of the reduction.
-    settle(list_with_separate_sums(module))
-
-
 def settle(parameters: Iterable[Any]) -> None:
-    """The same for these of FSDP2's objects."""
+    """Pass gradients that W has added to the `.grad` of these unsharded parameters to FSDP2."""
+    # It takes them only at the end of a backward, and keeps the sum in a separate attribute, in the dtype of the
+    # reduction.
     for each in parameters:
         each.accumulate_unsharded_grad_if_needed()
         each.to_accumulated_grad_if_needed()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
 from functools import partial, wraps
 from typing import Any, cast
@@ -403,24 +403,6 @@ def use_microbatches(schedule: _PipelineScheduleRuntime, number: int) -> None:
 
 def is_set_up(schedule: _PipelineScheduleRuntime) -> bool:
     return schedule._stages_forward_initialized and schedule._stages_backward_initialized == schedule._has_backward
-
-
-@contextmanager
-def keeping_buffers(stage: _PipelineStageBase) -> Iterator[None]:
-    """Context of torch's inference of shapes that restores the buffers of `stage`. torch (from 2.14 on) restores only
-    those that a forward does not replace."""
-    is_done_by_torch = hasattr(stage, "_pre_metadata_inference_backup")
-    buffers = () if is_done_by_torch else stage.submod.buffers()
-    kept = [(each, each.clone()) for each in buffers if not each.is_inference()]
-    owners = [(part._buffers, part._buffers.copy()) for part in stage.submod.modules()]
-    try:
-        yield
-    finally:
-        for owner, own in owners:
-            owner.update(own)
-        with torch.no_grad():
-            for buffer, before in kept:
-                buffer.copy_(before)
 
 
 def infer_through_checkpoints(stage: _PipelineStageBase) -> AbstractContextManager[None]:

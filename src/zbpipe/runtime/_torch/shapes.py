@@ -79,8 +79,6 @@ class ShapeFunction:
 
     def __init__(self) -> None:
         self._seen: dict[Shapes, Shapes] = {}
-        self._lines: dict[Any, list[tuple[Shapes, Shapes]]] = {}
-        """Samples by number of dimensions and dtype of the input's tensors."""
         self._known: dict[Shapes, Shapes | None] = {}
         """Answers since the last sample."""
         self._noted: dict[int, tuple[Shapes, Shapes]] = {}
@@ -102,11 +100,9 @@ class ShapeFunction:
     def learn(self, inputs: Shapes, found: Shapes) -> None:
         if self._seen.get(inputs, found) != found:  # stages were replaced, or evaluate in another way
             self._seen.clear()
-            self._lines.clear()
             self._known.clear()
         if inputs not in self._seen:
             self._seen[inputs] = found
-            self._lines.setdefault(_kind(inputs), []).append((inputs, found))
             self._known.clear()
 
     def __call__(self, inputs: Shapes) -> Shapes | None:
@@ -116,7 +112,7 @@ class ShapeFunction:
         return self._known[inputs]
 
     def _predict(self, inputs: Shapes) -> Shapes | None:
-        samples = self._lines.get(_kind(inputs), [])
+        samples = [each for each in self._seen.items() if _kind(each[0]) == _kind(inputs)]
         if len(samples) < _ENOUGH or len({_kind(found) for _, found in samples}) > 1:
             return None
         columns, new = [*zip(*(_features(each) for each, _ in samples), strict=True)], _features(inputs)

@@ -74,17 +74,26 @@ with _disable_current_modes():  # a job may import this among fake tensors
     _FACTORS = _make_factors(_FEW, torch.device("cpu"))
 
 
-def find_memory(tensor: Tensor) -> tuple[int | None, int, int, bool]:
-    """A tensor's storage, the number of holders that the tensor counts as, the storage's bytes, and whether only torch
-    has it: neither lent to nor borrowed from others such as NumPy."""
-    # A view keeps its base alive, so it counts as two. No storage for tensors that hide it, such as results of pending
-    # collectives.
-    tensor = tensor if type(tensor) is Tensor else _local(tensor)
-    number = 1 if tensor._base is None else 2
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-        return None, number, 0, True
-    storage = tensor.untyped_storage()
-    return storage._cdata, number, storage.nbytes(), storage.resizable()
+def find_storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The tensor's memory; None if the tensor hides it, as results of pending collectives do."""
+    tensor = _local(tensor)
+    return tensor.untyped_storage() if type(tensor) is Tensor and tensor.layout is torch.strided else None
+
+
+def group_by_storage(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage | None, list[Tensor]]]:
+    """Each memory with its tensors. Tensors that hide theirs are groups of their own."""
+    groups: dict[int, tuple[torch.UntypedStorage | None, list[Tensor]]] = {}
+    for each in {id(each): each for each in tensors}.values():
+        storage = find_storage(each)
+        groups.setdefault(id(each) if storage is None else storage._cdata, (storage, []))[1].append(each)
+    return list(groups.values())
+
+
+def has_others(storage: torch.UntypedStorage, own: Iterable[Tensor]) -> bool:
+    """Whether others hold this memory of `own`: other tensors, or users outside of torch, such as NumPy."""
+    # A view keeps its base alive.
+    known = {id(each) for tensor in map(_local, own) for each in (tensor, tensor._base) if each is not None}
+    return not storage.resizable() or count_holders(storage) > len(known)
 
 
 def is_alone(tensor: Tensor) -> bool:
@@ -96,15 +105,8 @@ def is_alone(tensor: Tensor) -> bool:
     return is_alone and storage.resizable() and storage.nbytes() == tensor.nbytes
 
 
-def list_holders(tensor: Tensor) -> list[Tensor]:
-    """Tensors that hold the memory of `tensor`: itself and its base. Empty unless it is a plain tensor."""
-    if type(tensor) is not Tensor:
-        return []
-    return [tensor] if tensor._base is None else [tensor, tensor._base]
-
-
-def count_holders(storage: int) -> int:
-    return int(torch._C._storage_Use_Count(storage)) - _ASKING
+def count_holders(storage: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata)) - _ASKING
 
 
 def _count_asking() -> int:
@@ -113,7 +115,7 @@ def _count_asking() -> int:
 
 
 _ASKING = _count_asking()
-"""The extra Python object of `find_memory`, which counts as a holder."""
+"""The Python object of a storage, which counts as a holder."""
 
 
 def find_grad_dtype(weight: Tensor, gradient: Tensor) -> torch.dtype:
@@ -133,5 +135,5 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The key of the tensor's storage, as in `find_memory`."""
+    """A key of the tensor's storage."""
     return int(tensor.untyped_storage()._cdata)

@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from zbpipe.runtime._torch import autograd, tensor_data
 from zbpipe.runtime.device import RandomState
+from zbpipe.runtime.module_state import Buffers
 
 
 class Scheduler(Protocol):
@@ -49,9 +50,7 @@ class Backup:
         self._schedulers = schedulers
         parameters = [each for optimizer in optimizers for each in parameters_of(optimizer)]
         self._parameters = [_Copy(each) for each in parameters]
-        self._contents = [_Copy(buffer) for module in modules for buffer in module.buffers()]
-        owners = [autograd.own_buffers(part) for module in modules for part in module.modules()]
-        self._buffers = [(owner, dict(owner)) for owner in owners]  # a forward may replace them
+        self._buffers = Buffers(modules)
         self._gradients = [
             (each, _save(each.grad) if _writes_gradients(optimizer) else each.grad)
             for optimizer in optimizers
@@ -99,9 +98,8 @@ class Backup:
         return restore
 
     def restore(self) -> None:
-        for owner, before in self._buffers:
-            owner.update(before)
-        for copy in (*self._parameters, *self._contents):
+        self._buffers.restore()
+        for copy in self._parameters:
             copy.restore()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient.restore() if isinstance(gradient, _Copy) else gradient

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from hashlib import sha256
 from typing import NamedTuple
 
 import torch
@@ -18,10 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from zbpipe.runtime._torch import autograd, pipelining
 from zbpipe.runtime._torch.attributes import plain_attribute
+from zbpipe.runtime._torch.tensor_data import HIDDEN, fingerprint
 from zbpipe.schedule.ir import Placement
 
-_SAMPLES = 32
-"""Number of compared rows and columns of a weight, in which no two weights agree by chance."""
 _NOT_KEPT = "training will not keep them equal, since each rank adds only its own gradients"
 _WAY_OUT = (
     "use a V schedule (ZBV, VHalf, VMin), which puts both on rank 0, and tie them there, or untie them, or sum their"
@@ -31,8 +29,8 @@ _WAY_OUT = (
 logger = logging.getLogger(__name__)
 
 
-_Weights = dict[bytes, tuple[str, bool]]
-"""A matrix's name within its stage, and whether it trains, by digest of shape, dtype and some values."""
+_Weights = dict[tuple[object, ...], tuple[str, bool]]
+"""A matrix's name within its stage, and whether it trains, by shape, dtype and fingerprint."""
 
 
 class _Description(NamedTuple):
@@ -71,8 +69,8 @@ def warn_if_parted(stages: Sequence[pipelining.Stage], placement: Placement) -> 
 
 
 def _find_tied(first: _Description, last: _Description, of_0: str, of_last: str) -> str | None:
-    for digest, (embedding, trains) in first.embeddings.items():
-        head, head_trains = last.heads.get(digest, ("", False))
+    for identity, (embedding, trains) in first.embeddings.items():
+        head, head_trains = last.heads.get(identity, ("", False))
         if head and (trains or head_trains):
             return f"{embedding!r} of {of_0} and {head!r} of {of_last} are equal, as tied weights are"
     if first.is_tied or last.is_tied:
@@ -88,20 +86,16 @@ def _find_weights(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> _Wei
     for name, layer in module.named_modules():
         # Not `layer.weight`, which runs a parametrization.
         weight = autograd.own_parameters(layer).get("weight") if isinstance(layer, kinds) else None
-        if weight is not None and (digest := _compute_digest(weight)) is not None:
-            found[digest] = f"{name}.weight".lstrip("."), weight.requires_grad
+        if weight is not None and (identity := _identify(weight)) is not None:
+            found[identity] = f"{name}.weight".lstrip("."), weight.requires_grad
     return found
 
 
 @torch.no_grad()
-def _compute_digest(weight: Tensor) -> bytes | None:
-    """The digest of a weight. None if it has no values, or equal ones, as after an initialization."""
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
+def _identify(weight: Tensor) -> tuple[object, ...] | None:
+    """Shape, dtype and fingerprint of a weight. None if it has no values, or equal ones, as after an initialization."""
+    local = weight.to_local() if isinstance(weight, DTensor) else weight.detach()
     if local.is_meta or local.numel() == 0 or local.dim() != 2:
         return None
-    rows, columns = (max(1, size // _SAMPLES) for size in local.shape)
-    values = local[::rows, ::columns].to("cpu", torch.float64).contiguous()
-    if bool((values == values[0, 0]).all()):
-        return None
-    about = repr((tuple(local.shape), local.dtype, values.tolist()))
-    return sha256(about.encode()).digest()
+    own, of_equal = (int(fingerprint(each)) for each in (local, local[:1, :1].expand_as(local)))
+    return None if own in (of_equal, HIDDEN) else (tuple(local.shape), local.dtype, own)

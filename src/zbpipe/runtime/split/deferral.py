@@ -17,7 +17,6 @@ from zbpipe.runtime._torch import autograd, fsdp2, tensor_data
 from zbpipe.runtime._torch.attributes import declares
 from zbpipe.runtime._torch.autograd import map_leaves
 from zbpipe.runtime.split import sources
-from zbpipe.runtime.split.functions import watch
 from zbpipe.runtime.split.products import (
     FROM_BACKWARD,
     ExtraArguments,
@@ -75,7 +74,7 @@ class Deferral:
         """This step's last backward of each Function, by the class of its node."""
 
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """`function(*args, **kwargs)`. The gradient can wait if this is a product with a weight of the layer."""
+        """`function(*args, **kwargs)` with a weight gradient that can wait; None if this is no such product."""
         place = self._places.get(function)
         if place is not None and place < len(args) and not kwargs:
             plan = self.plans.get((function, id(weight := args[place])))
@@ -87,12 +86,7 @@ class Deferral:
             target = self._find_target(factors, function)
             if target is not None:
                 return self._multiply(function, args, kwargs, factors, target)
-        # A weight of another class, such as a quantised one, may have autograd Functions as products.
-        others = (each for each in args[1:2] if isinstance(each, Tensor) and type(each) not in sources.PLAIN)
-        if not self.is_caught and any(map(self.owns, others)):
-            self.has_run = True
-            return watch(self, function, args, kwargs)
-        return function(*args, **kwargs)
+        return None
 
     def _multiply(
         self,
@@ -109,7 +103,7 @@ class Deferral:
         rule = _Rule(self, target, factors.product, factors.extra, inner, factors.is_cast, is_whole, bias_dtype)
         y = rule.multiply(function, args, kwargs, factors.x, factors.weight, bias, factors.more)
         if y is None:
-            return function(*args, **kwargs)
+            return None
         self.deferrable.add(function)
         if not (factors.more or kwargs) and function in PRODUCTS:
             self._plan(function, args, factors, bias, rule)
@@ -136,14 +130,6 @@ class Deferral:
         self._places[function] = own[1]
         known = weight if part is None else part.leaf
         self.plans[function, *key] = _Plan(rule, own[0], type(x), x.dim(), shape, known, part, bias, rest)
-
-    def run_region(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self.gradients.is_inferring:
-            return eager(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            return compiled(*args, **kwargs)
-        self.has_run = True
-        return watch(self, compiled, args, kwargs)
 
     def declares(self, function: Callable[..., Any]) -> bool:
         return self.is_declared and self.products.get(function) is not PRODUCTS.get(function)

@@ -30,6 +30,7 @@ from zbpipe.runtime._torch.attributes import declares, replaced
 from zbpipe.runtime.split.deferral import Deferral
 from zbpipe.runtime.split.functions import watch
 from zbpipe.runtime.split.products import FROM_BACKWARD, LINEAR, WeightProduct, is_apply
+from zbpipe.runtime.split.sources import PLAIN
 from zbpipe.runtime.split.torchs_products import COMPOSITES, PRODUCTS, Reader, read_declared
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 
@@ -66,7 +67,17 @@ def defer_in_compiled_regions(module: nn.Module, gradients: WeightGradients) -> 
             deferral = deferral_of(region)
             deferral.gradients = gradients
             deferral.is_region = True
-            compiler.divert_compiled_call(region, deferral.run_region)
+            compiler.divert_compiled_call(region, partial(_run_region, deferral))
+
+
+def _run_region(
+    deferral: Deferral, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if torch.compiler.is_compiling() or deferral.gradients.is_inferring:
+        return eager(*args, **kwargs)
+    if not torch.is_grad_enabled():
+        return compiled(*args, **kwargs)
+    return watch(deferral, compiled, args, kwargs)
 
 
 def catch_around(module: nn.Module, parameters: Iterable[str], gradients: WeightGradients) -> bool:
@@ -176,7 +187,13 @@ def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:
     deferral: Deferral
     if torch.compiler.is_compiling() or (deferral := layer.__dict__[_ATTRIBUTE]).gradients.are_whole:
         return F.linear(input, layer.weight, layer.bias)
-    return deferral.multiply(F.linear, (input, layer.weight, layer.bias), {})  # type: ignore[no-any-return]
+    args = input, layer.weight, layer.bias
+    if (y := deferral.multiply(F.linear, args, {})) is not None:
+        return y  # type: ignore[no-any-return]
+    # A weight of another class, such as a quantised one, may have autograd Functions as products.
+    if type(layer.weight) not in PLAIN and deferral.owns(layer.weight):
+        return watch(deferral, F.linear, args, {})  # type: ignore[no-any-return]
+    return F.linear(*args)
 
 
 # A pickled method is restored by its name, as the forward of the layer's class.
@@ -201,7 +218,6 @@ _catching_forward.__name__ = "forward"
 # If the compiler gives up on a region and runs it eagerly, it would still compile each call of the mode.
 @compiler.exclude_from_graphs
 def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    deferral.has_run = True
     if not deferral.products:
         return watch(deferral, deferral.original, args, kwargs)
 
@@ -234,7 +250,8 @@ class _CatchProducts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in self.products and self._may_defer():
-            return self.deferral.multiply(func, args, kwargs or {})
+            y = self.deferral.multiply(func, args, kwargs or {})
+            return func(*args, **(kwargs or {})) if y is None else y
         if func in COMPOSITES and self._may_defer():
             with self, replaced(F, has_torch_function=lambda tensors: False):
                 return func(*args, **(kwargs or {}))

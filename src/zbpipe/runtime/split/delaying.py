@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpipe.runtime._torch import tensor_data
+from zbpipe.runtime._torch import fsdp2
 from zbpipe.runtime._torch.attributes import declares, plain_attribute
 from zbpipe.runtime.split.products import LINEAR, PendingGradient
 
@@ -41,12 +41,13 @@ def forget(layers: Iterable[Any]) -> None:
 @contextmanager
 def delaying(layers: Sequence[Any], pending: list[PendingGradient]) -> Iterator[None]:
     """Context of an I in which these layers delay. Afterwards `pending` also has their gradients."""
-    before = [(each.wgrad_store.context.qsize(), _mark_gradients(each)) for each in layers]
+    before = [(each.wgrad_store.context.qsize(), fsdp2.mark_gradients(each)) for each in layers]
     with _enabled(layers):
         yield
     for layer, (stored, marks) in zip(layers, before, strict=True):
         if number := layer.wgrad_store.context.qsize() - stored:
-            in_i = [each for each, mark in _mark_gradients(layer).items() if each.dim() == 1 and mark != marks[each]]
+            now = fsdp2.mark_gradients(layer)
+            in_i = [each for each in _own(layer) if each.dim() == 1 and now[id(each)] != marks[id(each)]]
             pending.append(_Delayed(layer, number, in_i))
 
 
@@ -59,13 +60,6 @@ def _enabled(layers: Iterable[Any]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.wgrad_store.disable_delay_wgrad_compute()
-
-
-def _mark_gradients(layer: nn.Module) -> dict[Tensor, tuple[int, int]]:
-    """A mark for each parameter that changes with `.grad`."""
-    return {
-        each: (id(each.grad), 0 if each.grad is None else tensor_data.version_of(each.grad)) for each in _own(layer)
-    }
 
 
 def _own(layer: nn.Module) -> list[Tensor]:

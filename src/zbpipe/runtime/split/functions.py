@@ -7,7 +7,7 @@ kernels on the same operands. The backward of any other Function may have side e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,33 +16,13 @@ from torch.autograd.graph import GradientEdge, Node
 from zbpipe.runtime._torch import autograd, compiler
 from zbpipe.runtime.split import compiled_backward, lazy_products, sources
 from zbpipe.runtime.split.compiled_backward import PlainGradient, Postponed
+from zbpipe.runtime.split.deferral import Deferral
 from zbpipe.runtime.split.products import NONE, ExtraArguments, PendingGradient, Target, WeightProduct, add_product
-from zbpipe.runtime.split.weight_gradients import WeightGradients
-
-
-class Deferral(Protocol):
-    """`zbpipe.runtime.split.deferral.Deferral` of the layer that calls the Functions."""
-
-    layer: nn.Module
-    gradients: WeightGradients
-    is_sharded: bool
-    known: dict[type, Any]
-    declared_functions: frozenset[type]
-    may_call_functions: bool
-    calls_functions: bool
-
-    def owns_leaf(self, leaf: Tensor | None) -> bool:
-        """Whether this is a parameter of the layer's."""
-
-    def is_due_now(self, pending: PendingGradient, *nodes: Node) -> bool:
-        """Whether the gradient has to be computed now. Otherwise W computes it, or nobody."""
-
-    def defer_all(self, pending: PendingGradient, targets: Iterable[tuple[Node, Tensor]]) -> bool:
-        """Defer the gradients of several leaves as one. Returns whether it did: only if all can wait."""
 
 
 def watch(deferral: Deferral, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`run(*args, **kwargs)`. Known Functions between its arguments and its result defer weight gradients."""
+    deferral.has_run = True
     if not deferral.may_call_functions:
         return run(*args, **kwargs)
     output = compiler.call(compiled_backward.compile_in_parts, run, args, kwargs)
@@ -116,11 +96,11 @@ class _Backward:
 
     def _run(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
         if lazy_products.is_compiled(node):
-            compiled_backward.mode.defers = True
+            compiled_backward.defers = True
             try:
                 return lazy_products.run_own_backward(node, gradients)
             finally:
-                compiled_backward.mode.defers = False
+                compiled_backward.defers = False
         try:
             return lazy_products.run_without_products(node, gradients, self.weights)
         except torch.OutOfMemoryError:

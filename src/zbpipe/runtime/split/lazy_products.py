@@ -204,8 +204,17 @@ def _is_product(function: Any) -> bool:
         return False
     if name == "__imatmul__" or (name.endswith("_") and not name.endswith("__")):
         return False
-    # mm, scaled_grouped_mm, gemm, matmul, linear, einsum and the like
-    return any(word in name for word in ("mm", "matmul", "linear", "einsum"))
+    return any(word in name for word in PRODUCTS)
+
+
+PRODUCTS = ("mm", "matmul", "linear", "einsum")
+"""Parts of the names of products: mm, scaled_grouped_mm, gemm, matmul, linear, einsum and the like."""
+
+
+def count_flops(name: str, shapes: Iterable[torch.Size]) -> float:
+    """FLOPs of a product by its name, which shows whether its first tensor is added, and by its tensors' shapes."""
+    factors = [each for each in shapes if each][int("add" in name) :]
+    return 2.0 * factors[0].numel() * factors[1][-1] if len(factors) > 1 else 0.0
 
 
 class _At(NamedTuple):
@@ -258,7 +267,9 @@ class Recipe:
             call = tensor.call
             args, kwargs = map_leaves((call.args, call.kwargs), self._note)
             if call.is_product:
-                self.flops += _count_flops(call)
+                own = getattr(call.function, "flops", None)  # of a compiled part
+                shapes = (each.shape for each in _list_tensors((call.args, call.kwargs)))
+                self.flops += count_flops(getattr(call.function, "__name__", ""), shapes) if own is None else own
             self._steps.append(_Call(call.function, args, kwargs))
             return _Step(len(self._steps) - 1)
         if is_wrapper(tensor):
@@ -290,15 +301,6 @@ class Recipe:
             results.append(call.function(*args, **kwargs))
         result: Tensor = fill_in(self._result)
         return result
-
-
-def _count_flops(call: _Call) -> float:
-    if (known := getattr(call.function, "flops", None)) is not None:
-        return float(known)
-    factors = _list_tensors((call.args, call.kwargs))[:2]
-    if len(factors) < 2 or not factors[1].dim():
-        return 0.0
-    return 2.0 * factors[0].numel() * factors[1].shape[-1]
 
 
 class Context:

@@ -156,7 +156,7 @@ class PendingGradient:
     more: tuple[Tensor, ...] = ()
     versions: tuple[int, ...] = ()
     """Number of in-place changes of each of `tensors` when the layer deferred the gradient."""
-    contents: Tensor | list[int] | None = None
+    contents: Tensor | None = None
     """Fingerprints of `tensors`, for the first microbatches."""
     fsdp_sums: Mapping[int, Tensor] | None = None
     """FSDP's sums for weights without `.grad`, by the ids of the weights."""
@@ -223,8 +223,8 @@ class PendingGradient:
         """Whether a declared gradient shares memory with dY or x, to which the next use would then add."""
         if self.product.as_matrices is not None:
             return False
-        memory, *_ = tensor_data.find_memory(gradient)
-        return memory is None or any(memory == tensor_data.find_memory(each)[0] for each in self.tensors)
+        memory = tensor_data.find_storage(gradient)
+        return memory is None or any(memory is tensor_data.find_storage(each) for each in self.tensors)
 
     def _accumulate_part(self, part: sources.Part) -> None:
         leaf = part.leaf

@@ -31,8 +31,7 @@ from zbpipe.runtime.split.weight_gradients import (
     accumulate,
     accumulate_and_reduce,
     copy_if_shared,
-    find_changed_contents,
-    find_changed_versions,
+    find_changes,
 )
 from zbpipe.runtime.split.work import StaysInI, WeightWork, describe, look_at_graphs, percent
 
@@ -304,7 +303,7 @@ class SplitWork(OwnWork):
             self._keep_in_i_what_changed(pending)
             self.work = WeightWork(module, products, pending)
             pending.clear()
-            fsdp2.settle_gradients(module)
+            fsdp2.settle(fsdp2.list_with_separate_sums(module))
         self._require_unchanged(microbatch, pending, "during I")
         copy_if_shared(pending)
         self.num_split += 1
@@ -400,8 +399,8 @@ class SplitWork(OwnWork):
         return True
 
     def _keep_in_i_what_changed(self, pending: Sequence[PendingGradient]) -> None:
-        changes = [*find_changed_versions(pending), *find_changed_contents(pending)]
-        for gradient, words in {id(gradient.layer): (gradient, words) for gradient, words in changes}.values():
+        changes = {id(gradient.layer): (gradient, words) for gradient, words in find_changes(pending)}
+        for gradient, words in changes.values():
             deferral_of(gradient.layer).stays_in_i = True
             logger.warning(
                 "stage %d: something changes %s of layer %s in place during I, so its weight gradient is computed in I",
@@ -409,7 +408,7 @@ class SplitWork(OwnWork):
             )
 
     def _require_unchanged(self, microbatch: int, pending: Sequence[PendingGradient], when: str) -> None:
-        for gradient, words in find_changed_versions(pending) or find_changed_contents(pending):
+        for gradient, words in find_changes(pending):
             raise RuntimeError(
                 f"stage {self.stage.stage_index}, microbatch {microbatch}: {words} of layer"
                 f" {_name_of(self.stage, gradient.layer)} was changed in place {when}, after the layer had used it, so"

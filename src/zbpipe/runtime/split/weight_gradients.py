@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -63,39 +63,28 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([tensor_data.fingerprint(each).to(tensors[0].device) for each in tensors])
 
 
-def differ(one: float, other: float) -> bool:
-    """Whether two fingerprints differ. Content that only becomes visible in a copy is no change."""
-    return tensor_data.HIDDEN not in (one, other) and one != other
+def differ(some: Tensor, others: Tensor) -> Tensor:
+    """Which fingerprints differ. Content that only becomes visible in a copy is no change."""
+    return (some != others) & (some != tensor_data.HIDDEN) & (others != tensor_data.HIDDEN)
 
 
 Changes = list[tuple[PendingGradient, str]]
 """Deferred gradients with changed tensors, and the names of these."""
 
 
-def find_changed_versions(pending: Iterable[PendingGradient]) -> Changes:
-    """In-place changes since the layers deferred their gradients, as counted by autograd."""
+def find_changes(pending: Iterable[PendingGradient]) -> Changes:
+    """In-place changes since the layers deferred their gradients, as counted by autograd, and changes of contents since
+    the fingerprints were taken, or since the last call."""
     changes = []
     for gradient in pending:
         now = tensor_data.versions_of(gradient.tensors)
         if now != gradient.versions:
             changes.append((gradient, gradient.name_where(map(operator.ne, now, gradient.versions))))
-    return changes
-
-
-def find_changed_contents(pending: Iterable[PendingGradient]) -> Changes:
-    """Content changes since the fingerprints were taken, or since the last call."""
-    checked = [each for each in pending if each.contents is not None]
-    if not checked:
-        return []
-    now = [fingerprints(each.tensors) for each in checked]
-    noted = [each.contents for each in checked if isinstance(each.contents, Tensor)]
-    numbers = iter(torch.cat([each.to(now[0].device) for each in (*now, *noted)]).tolist())
-    found = [[next(numbers) for _ in each.tensors] for each in checked]
-    changes = []
-    for gradient, new in zip(checked, found, strict=True):
-        known = gradient.contents
-        old = [next(numbers) for _ in new] if isinstance(known, Tensor) else known
-        if words := gradient.name_where(map(differ, new, old or new)):
+    checked = [(each, each.contents, fingerprints(each.tensors)) for each in pending if each.contents is not None]
+    found = [differ(old, new).to(checked[0][2].device) for _, old, new in checked]
+    marks = iter(torch.cat(found).tolist() if found else ())  # one wait for the device
+    for gradient, _, new in checked:
+        if words := gradient.name_where([next(marks) for _ in gradient.tensors]):
             changes.append((gradient, words))
         gradient.contents = new
     return changes
@@ -160,68 +149,26 @@ _WASTE = 2
 
 def copy_if_shared(pending: Sequence[PendingGradient]) -> None:
     """Copy tensors for W whose memory has other holders, or is mostly unused."""
-    memory: dict[int | None, _Memory] = {}
-    storages: dict[int, int | None] = {}
+    tensors = (each for gradient in pending for each in gradient.tensors if not tensor_data.is_alone(each))
+    copies: dict[int, Tensor] = {}
+    for storage, own in tensor_data.group_by_storage(tensors):
+        if storage is None or tensor_data.has_others(storage, own) or _is_mostly_unused(storage, own):
+            parts: dict[tuple[object, ...], Tensor] = {}
+            for each in own:  # several layers may share one x
+                if (part := _identify_part(each)) not in parts:
+                    parts[part] = each.clone()
+                copies[id(each)] = parts[part]
     for gradient in pending:
-        for tensor in gradient.tensors:  # several layers may share one x
-            if not (tensor_data.is_alone(tensor) or id(tensor) in storages):
-                storages[id(tensor)] = _count(tensor, memory)
-    to_copy = {
-        storage
-        for storage, found in memory.items()
-        if storage is None
-        or found.is_foreign
-        or tensor_data.count_holders(storage) > found.accounted
-        or (found.size and _WASTE * sum(found.parts.values()) <= found.size)
-    }
-    if to_copy:
-        _copy(pending, storages, to_copy)
+        if copies and any(id(each) in copies for each in gradient.tensors):
+            gradient.tensors = tuple(copies.get(id(each), each) for each in gradient.tensors)
 
 
-@dataclass(slots=True)
-class _Memory:
-    size: int
-    """Size in bytes, or 0 if one of the tensors needs all of it."""
-    is_foreign: bool
-    """Whether it has a holder outside torch, which torch does not count."""
-    accounted: int = 0
-    parts: dict[tuple[object, ...], int] = field(default_factory=dict)
-    """Bytes of each tensor that needs only a part of it."""
-
-
-def _count(tensor: Tensor, memory: dict[int | None, _Memory]) -> int | None:
-    """Count `tensor` and its base as holders of its memory. Returns the storage."""
-    storage, number, size, is_torchs_own = tensor_data.find_memory(tensor)
-    found = memory.get(storage)
-    if found is None:
-        found = memory[storage] = _Memory(size, not is_torchs_own)
-    found.accounted += number
-    if size and tensor.nbytes < size:
-        found.parts[_identify_part(tensor)] = tensor.nbytes
-    else:
-        found.size = 0
-    return storage
+def _is_mostly_unused(storage: torch.UntypedStorage, own: Sequence[Tensor]) -> bool:
+    return 0 < _WASTE * sum({_identify_part(each): each.nbytes for each in own}.values()) <= storage.nbytes()
 
 
 def _identify_part(tensor: Tensor) -> tuple[object, ...]:
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _copy(pending: Sequence[PendingGradient], storages: Mapping[int, int | None], to_copy: set[int | None]) -> None:
-    copies: dict[tuple[object, ...], Tensor] = {}
-
-    def own(tensor: Tensor) -> Tensor:
-        if id(tensor) not in storages or (storage := storages[id(tensor)]) not in to_copy:
-            return tensor
-        # Several layers may share one x, also as a copy.
-        place = storage or id(tensor), *_identify_part(tensor)
-        if place not in copies:
-            copies[place] = tensor.clone()
-        return copies[place]
-
-    for gradient in pending:
-        if any(id(each) in storages for each in gradient.tensors):
-            gradient.tensors = tuple(map(own, gradient.tensors))
 
 
 def accumulate(pending: list[PendingGradient]) -> Iterator[None]:
@@ -323,7 +270,7 @@ class _HandOn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
-        for gradient, words in find_changed_versions(ctx.pending) or find_changed_contents(ctx.pending):
+        for gradient, words in find_changes(ctx.pending):
             raise RuntimeError(
                 f"{words} of a {type(gradient.layer).__name__} in the loss was changed in place between F and I, so its"
                 " weight gradient in W would be wrong: keep it in I by layer.weight_products = {}"
