@@ -184,7 +184,7 @@ def test_filled_waits_are_rows_or_one_line() -> None:
     assert on["1F1B"].seconds == off["1F1B"].seconds  # torch's, whose backwards are whole
     told, silent = (each.advice for each in rows.values())
     assert told is not None
-    assert f"ZBV with --zbpipe.fill-waits own is {gain:.1%} shorter in the simulator" in told.waits
+    assert f'ZBV with fill_waits="own" is {gain:.1%} shorter in the simulator' in told.waits
     assert silent is not None
     assert not silent.waits
     assert "--zbpipe.fill-waits own is untried on GPUs: halve its gain" in own.warnings

@@ -25,16 +25,17 @@ from zbpipe.estimation.rows import NO_PIPELINE, PLAN, WORTH, Estimate, JobMemory
 from zbpipe.estimation.workload import Held, Workload
 from zbpipe.planner.engine import fastest
 from zbpipe.planner.plan import plan
+from zbpipe.planner.request import PLACEMENTS
 from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, count_noun, require_whole
 from zbpipe.schedule.registry import Algorithm, resolve, schedules, stages_for
 from zbpipe.simulator.memory import peak_parts
-from zbpipe.simulator.simulation import overlap_of, simulate
+from zbpipe.simulator.simulation import how_runs, simulate
 from zbpipe.simulator.timeline import Timeline
 
 _STAGES_PER_RANK = (1, 2, 4)
-_PLANNED = {1: "single", 2: "v", 4: "wave"}
-"""Placements of plans by stages per rank: the best for each number."""
+_PLANNED = ("single", "v", "wave")
+"""Placements of plans: the best for each number of stages per rank."""
 _BUDGET = 5e6
 """Budget of one plan's search in timed ops: a fraction of a second."""
 _SEARCHED = 1024
@@ -123,8 +124,8 @@ def estimate(
         elif own in wanted or own.table is not None:
             rows.add(own.name, job.typed, own.name, is_own=True)
         rows.add_all(wanted, stages_per_rank)
-        for stages, name in _PLANNED.items() if plans and wanted else ():
-            if not rows.has(PLAN, placement := Placement.wave(ranks, stages)):
+        for name in _PLANNED if plans and wanted else ():
+            if not rows.has(PLAN, placement := PLACEMENTS[name](ranks)):
                 rows.add(f"plan, {name}", job.planned, name, placement, budget)
     if job.rates is not None:
         rows.add(NO_PIPELINE, job.without_pipeline, is_typed=True)
@@ -340,9 +341,8 @@ class _Job:
 
     def step(self, schedule: Schedule, costs: CostModel, split: Split, name: str, placement: str, source: str) -> Step:
         stages = len(schedule.placement.stages_on(0))
-        overlaps = self.workload.overlaps_fsdp or overlap_of(source, stages)
-        how: dict[str, Any] = {"transport": self.transport, "overlaps_fsdp": overlaps}
-        how["fill_waits"] = "off" if source == "torch" else None
+        how = {"transport": self.transport} | how_runs(source, stages)
+        how["overlaps_fsdp"] = self.workload.overlaps_fsdp or how["overlaps_fsdp"]
         timeline = simulate(schedule, self.with_fsdp(costs, split), **how)
         seconds = self._seconds(timeline, split)
         largest = replace(timeline, costs=timeline.costs.alike)
