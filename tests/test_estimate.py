@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zbpipe import CostModel, Schedule, estimate, generate, simulate
-from zbpipe.cli.estimates import compare, lines, list_searched, record
+from zbpipe.cli.estimates import WAITING, compare, lines, list_searched, record
 from zbpipe.costs import JobCosts, MemoryLimit
 from zbpipe.costs.layers import split_of
 from zbpipe.costs.transformer import Checkpointing
@@ -594,6 +594,23 @@ def test_the_command(file: Path) -> None:
         lines(alone)
     )
     assert "--search" not in "\n".join(lines(alone, searched=True))
+
+
+def test_a_search_writes_the_schedule_of_its_best_pipeline(file: Path) -> None:
+    """Also where it advises none. The job's own degrees are among those of the search."""
+    written = file.with_name("best.csv")
+    text = commands.answer(f"estimate --layers {file} --gpus 4 --device H100 --search -o {written}")
+    assert text.startswith("No pipeline: the best pipeline that fits, ZBV on PP 4, is ")
+    assert Schedule.from_csv(written.read_text()).ops == generate("ZBV", 4, 16).ops
+
+
+@pytest.mark.parametrize(
+    ("device", "transport", "shown"),
+    [("MI300X", None, True), ("MI300X", "shared-with-compute", False), ("H100", None, False)],
+)
+def test_one_line_names_amds_worst_case(device: str, transport: str | None, shown: bool) -> None:
+    found = named(workload(), "1F1B", device=find(device), transport=transport)
+    assert (WAITING.format("MI300X", "shared-with-compute") in lines(found, everything=False)) is shown
 
 
 @pytest.mark.parametrize(("name", "placement"), [("ZB", Placement.v(2)), ("ZB1P", Placement.loop(2))])
