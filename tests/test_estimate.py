@@ -738,19 +738,27 @@ def test_a_lighter_checkpointing_with_another_row_comes_with_all_to_type() -> No
     )
 
 
-@pytest.mark.parametrize(("kept", "how"), [(2, Checkpointing.NONE), (6, Checkpointing.SELECTIVE)])
-def test_the_lightest_checkpointing_with_which_zb_fits_is_tried(kept: float, how: Checkpointing) -> None:
-    """Per layer and microbatch 1 GiB, and without checkpointing `kept`, of which two ranks hold some 2 each."""
+@pytest.mark.parametrize(
+    ("kept", "ranks", "gib", "rows"),
+    [
+        *((kept, 2, 15, {("ZB", how)}) for kept, how in ((2, Checkpointing.NONE), (6, Checkpointing.SELECTIVE))),
+        (3, 4, 45, {("VHalf", Checkpointing.NONE), ("ZB", Checkpointing.SELECTIVE)}),
+    ],
+)
+def test_the_lightest_checkpointing_that_fits_is_tried(kept: float, ranks: int, gib: int, rows: set[Any]) -> None:
+    """Per layer and microbatch 1 GiB, and without checkpointing `kept`, of which two ranks hold some 2 each. VHalf
+    takes less where ZB does not fit."""
 
     def remade(degrees: Degrees, checkpointing: Checkpointing | None) -> Workload:
-        made = workload(4, degrees)
+        made = workload(ranks**2, degrees)
         each = kept if checkpointing is Checkpointing.NONE else 1
         layers = tuple(replace(layer, activations=each * GIB, waits=each * GIB) for layer in made.layers)
         return replace(made, layers=layers, checkpointing=checkpointing, remade=remade)
 
-    work = replace(remade(Degrees(pipeline=2), Checkpointing.FULL), schedule="ZB", num_stages=2)
-    found = estimate(work, replace(ONE_A_SECOND, gib=15), only=[])
-    assert {step.checkpointing for step in found.lighter if step.schedule == "ZB"} == {how}
+    work = remade(Degrees(pipeline=ranks), Checkpointing.FULL)
+    work = replace(work, schedule="ZB", num_stages=2 if ranks == 2 else None)
+    found = estimate(work, replace(ONE_A_SECOND, gib=gib), only=[])
+    assert {(step.schedule, step.checkpointing) for step in found.lighter if step.timeline} == rows
 
 
 def test_a_lighter_checkpointing_that_keeps_the_pipeline_comes_first() -> None:

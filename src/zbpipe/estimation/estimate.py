@@ -295,13 +295,14 @@ class _Job:
         yield within(tried[place]) or best
 
     def in_lighter_checkpointing(self, *steps: Step) -> list[Step]:
-        """These rows and FSDP's that fit with lighter checkpointing: from the lightest on, until one of these fits."""
+        """These rows, FSDP's and VHalf's that fit with lighter checkpointing: from the lightest on, until one of these
+        fits. VHalf keeps half of 1F1B's activations."""
         workload, now, found = self.workload, self.workload.checkpointing, list[Step]()
         if self.measured or self.rates is None or now is None:
             return []
         room, kinds = self.rates.device.usable_bytes, list(Checkpointing)
         for how in kinds[: kinds.index(now)]:
-            with suppress(ValueError):  # counted for the job's checkpointing only
+            with suppress(ValueError):  # counted for the job's checkpointing only, or too few layers for VHalf
                 lighter = workload.on(workload.degrees, how)
                 other = replace(self, workload=lighter, cut=WorkloadCut(lighter))
                 kept = [sum(layer.activations for layer in job.layers) for job in (workload, lighter)]
@@ -310,11 +311,11 @@ class _Job:
                     more = (kept[1] / (kept[0] or 1.0) - 1) * step.memory.activations
                     if step.algorithm and step.memory.total + more <= room and other._may_fit(step):
                         rows.append(other.named(step.algorithm, step.stages_per_rank, step.schedule))
-                rows = [replace(each, checkpointing=how, is_typed=True) for each in rows if each.fits and each.runs]
-                found += rows
-                if any(each.timeline for each in rows):
+                found += [replace(each, checkpointing=how, is_typed=True) for each in rows]
+                if any(each.timeline and each.fits and each.runs for each in rows):
                     break
-        return found
+                found.append(replace(other.typed("VHalf"), checkpointing=how, is_typed=True))
+        return [each for each in found if each.fits and each.runs]
 
     def _may_fit(self, step: Step) -> bool:
         """Whether the leanest order that ZB knows fits; True for others, which search for none."""
