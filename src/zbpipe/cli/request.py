@@ -266,8 +266,8 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
         click.option(
             "--fill-waits",
             type=click.Choice(get_args(FillWaits)),
-            help="Run products of W in these waits, in schedules of zbpipe: own in those of I and B, all also in those"
-            " of F (docs/the-split.md). Default: that of the cost file or job, else off.",
+            help="Run products of W in these waits (only zbpipe's schedules). own: waits of I and B; all: of F, too"
+            " (docs/the-split.md). Default: that of the cost file or job, else off.",
         ),
         sizes_option,
     )
