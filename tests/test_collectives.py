@@ -21,7 +21,7 @@ from zbpipe.planner.stages import hide_reductions
 from zbpipe.schedule.ir import OpKind
 from zbpipe.simulator.jitter import Jitter, step_times
 from zbpipe.simulator.lower_bound import period_bound
-from zbpipe.simulator.simulation import exposed_fsdp, overlap_of, period
+from zbpipe.simulator.simulation import exposed_fsdp, how_runs, period
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.testing import cost_models, schedules
 from zbpipe.views.grid import grid
@@ -75,12 +75,10 @@ def test_fsdp2_gathers_beside_the_first_f_of_torchs_1f1b() -> None:
     """Its hooks do: torch's class for one stage per rank has no gathers of its own. Only the reduction is exposed."""
     schedule = generate("1F1B", 2, 4)
     costs = replace(CostModel.uniform(schedule.placement), gather=1.0, reduce=0.5)
-    step, without = (
-        simulate(schedule, each, overlaps_fsdp=overlap_of("torch", 1)) for each in (costs, replace(costs, gather=0.0))
-    )
+    step, without = (simulate(schedule, each, **how_runs("torch", 1)) for each in (costs, replace(costs, gather=0.0)))
     assert step.makespan == without.makespan
     assert without.makespan == simulate(schedule, replace(costs, gather=0.0)).makespan + 0.5
-    assert simulate(schedule, costs, overlaps_fsdp=overlap_of("torch", 2)).makespan == step.makespan + 1
+    assert simulate(schedule, costs, **how_runs("torch", 2)).makespan == step.makespan + 1
 
 
 def test_the_first_f_runs_beside_the_gather() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zbpipe import CostModel, Schedule, estimate, generate, simulate
-from zbpipe.cli.estimates import compare, lines, list_searched, record
+from zbpipe.cli.estimates import WAITING, compare, lines, list_searched, record
 from zbpipe.costs import JobCosts, MemoryLimit
 from zbpipe.costs.layers import split_of
 from zbpipe.costs.transformer import Checkpointing
@@ -184,7 +184,7 @@ def test_filled_waits_are_rows_or_one_line() -> None:
     assert on["1F1B"].seconds == off["1F1B"].seconds  # torch's, whose backwards are whole
     told, silent = (each.advice for each in rows.values())
     assert told is not None
-    assert f"ZBV with --zbpipe.fill-waits own is {gain:.1%} shorter in the simulator" in told.waits
+    assert f'ZBV with fill_waits="own" is {gain:.1%} shorter in the simulator' in told.waits
     assert silent is not None
     assert not silent.waits
     assert "--zbpipe.fill-waits own is untried on GPUs: halve its gain" in own.warnings
@@ -596,6 +596,23 @@ def test_the_command(file: Path) -> None:
     assert "--search" not in "\n".join(lines(alone, searched=True))
 
 
+def test_a_search_writes_the_schedule_of_its_best_pipeline(file: Path) -> None:
+    """Also where it advises none. The job's own degrees are among those of the search."""
+    written = file.with_name("best.csv")
+    text = commands.answer(f"estimate --layers {file} --gpus 4 --device H100 --search -o {written}")
+    assert text.startswith("No pipeline: the best pipeline that fits, ZBV on PP 4, is ")
+    assert Schedule.from_csv(written.read_text()).ops == generate("ZBV", 4, 16).ops
+
+
+@pytest.mark.parametrize(
+    ("device", "transport", "shown"),
+    [("MI300X", None, True), ("MI300X", "shared-with-compute", False), ("H100", None, False)],
+)
+def test_one_line_names_amds_worst_case(device: str, transport: str | None, shown: bool) -> None:
+    found = named(workload(), "1F1B", device=find(device), transport=transport)
+    assert (WAITING.format("MI300X", "shared-with-compute") in lines(found, everything=False)) is shown
+
+
 @pytest.mark.parametrize(("name", "placement"), [("ZB", Placement.v(2)), ("ZB1P", Placement.loop(2))])
 def test_schedules_are_made_as_in_a_job(name: str, placement: Placement) -> None:
     """Without measured costs ZB is made for a typical transformer's memory, ZB1P for equal times, and neither for
@@ -721,19 +738,27 @@ def test_a_lighter_checkpointing_with_another_row_comes_with_all_to_type() -> No
     )
 
 
-@pytest.mark.parametrize(("kept", "how"), [(2, Checkpointing.NONE), (6, Checkpointing.SELECTIVE)])
-def test_the_lightest_checkpointing_with_which_zb_fits_is_tried(kept: float, how: Checkpointing) -> None:
-    """Per layer and microbatch 1 GiB, and without checkpointing `kept`, of which two ranks hold some 2 each."""
+@pytest.mark.parametrize(
+    ("kept", "ranks", "gib", "rows"),
+    [
+        *((kept, 2, 15, {("ZB", how)}) for kept, how in ((2, Checkpointing.NONE), (6, Checkpointing.SELECTIVE))),
+        (3, 4, 45, {("VHalf", Checkpointing.NONE), ("ZB", Checkpointing.SELECTIVE)}),
+    ],
+)
+def test_the_lightest_checkpointing_that_fits_is_tried(kept: float, ranks: int, gib: int, rows: set[Any]) -> None:
+    """Per layer and microbatch 1 GiB, and without checkpointing `kept`, of which two ranks hold some 2 each. VHalf
+    takes less where ZB does not fit."""
 
     def remade(degrees: Degrees, checkpointing: Checkpointing | None) -> Workload:
-        made = workload(4, degrees)
+        made = workload(ranks**2, degrees)
         each = kept if checkpointing is Checkpointing.NONE else 1
         layers = tuple(replace(layer, activations=each * GIB, waits=each * GIB) for layer in made.layers)
         return replace(made, layers=layers, checkpointing=checkpointing, remade=remade)
 
-    work = replace(remade(Degrees(pipeline=2), Checkpointing.FULL), schedule="ZB", num_stages=2)
-    found = estimate(work, replace(ONE_A_SECOND, gib=15), only=[])
-    assert {step.checkpointing for step in found.lighter if step.schedule == "ZB"} == {how}
+    work = remade(Degrees(pipeline=ranks), Checkpointing.FULL)
+    work = replace(work, schedule="ZB", num_stages=2 if ranks == 2 else None)
+    found = estimate(work, replace(ONE_A_SECOND, gib=gib), only=[])
+    assert {(step.schedule, step.checkpointing) for step in found.lighter if step.timeline} == rows
 
 
 def test_a_lighter_checkpointing_that_keeps_the_pipeline_comes_first() -> None:

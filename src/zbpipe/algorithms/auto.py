@@ -1,4 +1,4 @@
-"""The schedule that `Auto` starts with. `zbpipe.runtime.adaptive` measures the job and plans the next one."""
+"""The schedule that `Auto` starts with. `zbpipe.runtime.adaptive` measures the job and makes the next one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zbpipe.schedule.registry import register
 from zbpipe.simulator.simulation import simulate
 
 
-@register("Auto", placement="wave", stages_per_rank=2, listed=False, summary="measures the job and plans for it")
+@register("Auto", placement="wave", stages_per_rank=2, listed=False, summary="measures the job, then runs ZB for it")
 def auto(
     ranks: int,
     microbatches: int,

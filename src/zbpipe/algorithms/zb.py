@@ -54,13 +54,14 @@ _MOST_WITH_QUEUES = 3
 """Number of orders simulated if messages share queues with compute: each takes 0.2 seconds."""
 _BUDGET = 5e5
 """Budget of one search in timed ops: some 0.2 seconds without numba."""
+_interleaved = lru_cache(maxsize=16)(interleaved_1f1b)  # with its graph, which takes longer than its ops
 
 
 @register(
     "ZB",
     placement="wave",
     stages_per_rank=2,
-    summary="any number of stages per rank, even ones in a wave: the shortest known in 1F1B's memory",
+    summary="the shortest known step in 1F1B's memory; stages in a wave if each rank has an even number",
     by_checkpointing=True,
 )
 def zb(
@@ -131,8 +132,7 @@ def find_shortest(
     stages_per_rank = placement.num_stages // placement.num_ranks
     if memory_limit is not None or stages_per_rank == 1:
         return found
-    interleaved = interleaved_1f1b(placement.num_ranks, microbatches, stages_per_rank)
-    usual = simulate(interleaved, costs, transport=transport)
+    usual = simulate(_interleaved(placement.num_ranks, microbatches, stages_per_rank), costs, transport=transport)
     if found.makespan <= usual.makespan * (1 + ROUNDING):
         return found
     most = max(replace(usual, costs=costs.alike).peak_memory)
@@ -349,7 +349,7 @@ class Filler:
         """
         ranks = [_Rank(self, row, limit, patience) for row, limit in zip(order, self._limits, strict=True)]
         whole = range(apart, self.microbatches - apart)
-        arrivals = {Op(0, F, microbatch): 0.0 for microbatch in range(self.microbatches)}
+        arrivals: dict[tuple[int, OpKind, int], float] = {(0, F, each): 0.0 for each in range(self.microbatches)}
         waiting = deque(range(len(ranks)))
         while waiting:
             rank = ranks[waiting.popleft()]
@@ -359,7 +359,7 @@ class Filler:
                     return None
                 after, kind_after = self._next[kind][stage]
                 if after >= 0:
-                    arrivals[Op(after, kind_after, microbatch)] = rank.clock + self._transfer[kind][stage]
+                    arrivals[after, kind_after, microbatch] = rank.clock + self._transfer[kind][stage]
                     waiting.append(self.placement.rank_of[after])
         if any(rank.left for rank in ranks):
             raise ValueError("in this order of F and I, ranks wait for each other")

@@ -12,7 +12,7 @@ from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
 
-@register("ZB1P", summary="searched for the costs, in p activations with deferred gradients")
+@register("ZB1P", summary="a search fits it to the costs; p activations, including deferred gradients")
 def zb1p(ranks: int, microbatches: int, costs: CostModel | None = None) -> Schedule:
     """The best schedule found with at most p activations per rank. F, I and W default to equal times.
 

@@ -11,7 +11,7 @@ from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
 
-@register("ZB2P", summary="searched for the costs, in 2p activations with deferred gradients")
+@register("ZB2P", summary="a search fits it to the costs; 2p activations, including deferred gradients")
 def zb2p(ranks: int, microbatches: int, costs: CostModel | None = None) -> Schedule:
     """The best schedule found with at most 2p activations per rank. F, I and W default to equal times.
 

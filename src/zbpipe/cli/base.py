@@ -122,7 +122,7 @@ class OutputFile(click.Path):
             file.stat()
         except (FileNotFoundError, NotADirectoryError):
             if not os.access(file.absolute().parent, os.W_OK | os.X_OK):
-                self.fail(f"{str(file)!r} is not in a folder that exists and that you can write to", param, ctx)
+                self.fail(f"{str(file)!r} cannot be written: its folder is missing or read-only", param, ctx)
         except OSError as error:
             self.fail(f"{str(file)!r} cannot be written: {error.strerror}", param, ctx)
         return file

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from zbpipe.cli.jobs import EXISTING, TITANS, JobOptions, job_options, require_j
 from zbpipe.cli.request import sizes_option
 from zbpipe.costs.file import dump_costs, load_costs, require_ending
 from zbpipe.costs.job import MemoryLimit
+from zbpipe.schedule.garbage import without_collections
 
 if TYPE_CHECKING:
     from zbpipe.costs.model import Transport
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 @click.option("--async-tp", is_flag=True, help="Estimate asynchronous tensor parallelism.")
 @sizes_option
 @json_option
+@without_collections()
 def estimate(
     job: JobOptions,
     costs_file: Path | None,
@@ -76,10 +80,10 @@ def estimate(
     from zbpipe.estimation.layouts import search as searched
     from zbpipe.estimation.rows import PLAN
 
-    device = job.device
-    if not (ranks or device or costs_file):
+    atexit.register(gc.freeze)  # else Python searches all objects for garbage at exit, for half a second
+    if not (ranks or job.device or costs_file):
         raise click.UsageError("name a --device, or give measured costs: --costs-file", click.get_current_context())
-    if search and (only or costs_file or sizes or device is None):
+    if search and (only or costs_file or sizes or job.device is None):
         words = "--search needs a --device and has its own schedules: omit --schedule, --costs-file and --sizes"
         raise click.UsageError(words, click.get_current_context())
     workload = job.workload().having(float8, async_tp)
@@ -91,11 +95,12 @@ def estimate(
             click.echo("\n".join((*workload.warnings, *rank_lines(memory, limit))))
         return
     how = job.rates | {"transport": transport}
-    if search and device is not None:
-        found = searched(workload, device, **how)
+    if search and job.device is not None:
+        found = searched(workload, job.device, **how)
     else:
-        costs, names = load_costs(costs_file) if costs_file else None, [each for each in only if each.lower() != PLAN]
-        found = [estimated(workload, device, costs=costs, only=None if everything else names, sizes=sizes or (), **how)]
+        costs = load_costs(costs_file) if costs_file else None
+        names = None if everything else [each for each in only if each.lower() != PLAN]
+        found = [estimated(workload, job.device, costs=costs, only=names, sizes=sizes or (), **how)]
     if output is not None:
         _write(best_pipeline(found) if search else found[0], only[-1] if only else None, output)
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
 from pathlib import Path
@@ -22,7 +22,7 @@ from zbpipe.costs.numbers import MOST, amount, is_amount
 from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import USUAL_STAGES, Algorithm, resolve, schedules, stages_for
-from zbpipe.simulator.simulation import overlap_of, simulate
+from zbpipe.simulator.simulation import how_runs, simulate
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.simulator.validation import validate
 
@@ -60,11 +60,9 @@ class Costs:
         return replace(self, of=of, job=job, sizes=given.get("sizes", self.sizes))
 
     def has(self, placement: Placement) -> bool:
-        try:
-            self.of(placement)
-        except ValueError:
-            return False
-        return True
+        with suppress(ValueError):
+            return bool(self.of(placement))
+        return False
 
     def stages_of(self, algorithm: Algorithm, ranks: int) -> int | None:
         """Stages per rank, where no option names them: those of the job or of the cost file, else the usual number."""
@@ -183,7 +181,7 @@ def _times(context: click.Context, option: click.Parameter, text: str) -> Times 
     # Pictures are scaled by the longest time.
     if not all(map(is_amount, (f, i, w))) or max(f, i, w) < 1 / MOST:
         raise click.BadParameter(
-            f"{text!r} must be three times between 0 and {MOST:g}, at least one above 0; write for example 1,1,0.8"
+            f"{text!r} needs numbers between 0 and {MOST:g}, at least one above 0; write for example 1,1,0.8"
         )
     return f, i, w
 
@@ -210,8 +208,8 @@ sizes_option = click.option(
     "--sizes",
     callback=parse_with(_sizes),
     metavar="N,...",
-    help="Tokens of each microbatch, or tokens:squares, with the sum of its samples' squared lengths. Costs are of a"
-    " job's usual microbatch, or of one of mean size.",
+    help="Tokens of each microbatch, or tokens:squares, with the sum of its samples' squared lengths. Costs apply to a"
+    " job's usual microbatch, or else to one of mean size.",
 )
 
 
@@ -268,8 +266,8 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
         click.option(
             "--fill-waits",
             type=click.Choice(get_args(FillWaits)),
-            help="Run products of W in these waits, in schedules of zbpipe: own in those of I and B, all also in those"
-            " of F (docs/the-split.md). Default: that of the cost file or job, else off.",
+            help="Run products of W in these waits (only zbpipe's schedules). own: waits of I and B; all: of F, too"
+            " (docs/the-split.md). Default: that of the cost file or job, else off.",
         ),
         sizes_option,
     )
@@ -338,10 +336,8 @@ class Request:
     def simulate(self, transport: Transport) -> Timeline:
         """Timeline of a schedule made for this transport."""
         schedule, costs = self.make(transport)
-        source = resolve(self.name).source
-        overlaps = overlap_of(source, len(schedule.placement.stages_on(0)))
-        fills: FillWaits | None = "off" if source == "torch" else None
-        return simulate(schedule, costs, transport=transport, overlaps_fsdp=overlaps, fill_waits=fills)
+        how = how_runs(resolve(self.name).source, len(schedule.placement.stages_on(0)))
+        return simulate(schedule, costs, transport=transport, **how)
 
 
 def request_options(times: str = "typical") -> Callable[[Callable[..., Any]], Callable[..., Any]]:

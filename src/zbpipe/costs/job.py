@@ -335,7 +335,7 @@ def as_cost_model(
         if isinstance(costs, (str, PathLike)):
             raise TypeError(f"costs = {costs!r} names a file: read it with zbpipe.load_costs({str(costs)!r})")
         raise TypeError(
-            "costs have to be a zbpipe.CostModel, a zbpipe.costs.JobCosts, for zbpipe.plan also"
-            f" zbpipe.costs.LayerCosts, or three numbers (f, i, w), for example (1, 1, 1), got {costs!r}"
+            "costs have to be a zbpipe.CostModel, a zbpipe.costs.JobCosts, or three numbers (f, i, w), for example"
+            f" (1, 1, 1), got {costs!r}; zbpipe.plan also takes zbpipe.costs.LayerCosts"
         )
     return CostModel.uniform(placement, *numbers)

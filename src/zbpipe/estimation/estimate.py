@@ -25,16 +25,17 @@ from zbpipe.estimation.rows import NO_PIPELINE, PLAN, WORTH, Estimate, JobMemory
 from zbpipe.estimation.workload import Held, Workload
 from zbpipe.planner.engine import fastest
 from zbpipe.planner.plan import plan
+from zbpipe.planner.request import PLACEMENTS
 from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, count_noun, require_whole
 from zbpipe.schedule.registry import Algorithm, resolve, schedules, stages_for
 from zbpipe.simulator.memory import peak_parts
-from zbpipe.simulator.simulation import overlap_of, simulate
+from zbpipe.simulator.simulation import how_runs, simulate
 from zbpipe.simulator.timeline import Timeline
 
 _STAGES_PER_RANK = (1, 2, 4)
-_PLANNED = {1: "single", 2: "v", 4: "wave"}
-"""Placements of plans by stages per rank: the best for each number."""
+_PLANNED = ("single", "v", "wave")
+"""Placements of plans: the best for each number of stages per rank."""
 _BUDGET = 5e6
 """Budget of one plan's search in timed ops: a fraction of a second."""
 _SEARCHED = 1024
@@ -123,8 +124,8 @@ def estimate(
         elif own in wanted or own.table is not None:
             rows.add(own.name, job.typed, own.name, is_own=True)
         rows.add_all(wanted, stages_per_rank)
-        for stages, name in _PLANNED.items() if plans and wanted else ():
-            if not rows.has(PLAN, placement := Placement.wave(ranks, stages)):
+        for name in _PLANNED if plans and wanted else ():
+            if not rows.has(PLAN, placement := PLACEMENTS[name](ranks)):
                 rows.add(f"plan, {name}", job.planned, name, placement, budget)
     if job.rates is not None:
         rows.add(NO_PIPELINE, job.without_pipeline, is_typed=True)
@@ -294,13 +295,14 @@ class _Job:
         yield within(tried[place]) or best
 
     def in_lighter_checkpointing(self, *steps: Step) -> list[Step]:
-        """These rows and FSDP's that fit with lighter checkpointing: from the lightest on, until one of these fits."""
+        """These rows, FSDP's and VHalf's that fit with lighter checkpointing: from the lightest on, until one of these
+        fits. VHalf keeps half of 1F1B's activations."""
         workload, now, found = self.workload, self.workload.checkpointing, list[Step]()
         if self.measured or self.rates is None or now is None:
             return []
         room, kinds = self.rates.device.usable_bytes, list(Checkpointing)
         for how in kinds[: kinds.index(now)]:
-            with suppress(ValueError):  # counted for the job's checkpointing only
+            with suppress(ValueError):  # counted for the job's checkpointing only, or too few layers for VHalf
                 lighter = workload.on(workload.degrees, how)
                 other = replace(self, workload=lighter, cut=WorkloadCut(lighter))
                 kept = [sum(layer.activations for layer in job.layers) for job in (workload, lighter)]
@@ -309,11 +311,11 @@ class _Job:
                     more = (kept[1] / (kept[0] or 1.0) - 1) * step.memory.activations
                     if step.algorithm and step.memory.total + more <= room and other._may_fit(step):
                         rows.append(other.named(step.algorithm, step.stages_per_rank, step.schedule))
-                rows = [replace(each, checkpointing=how, is_typed=True) for each in rows if each.fits and each.runs]
-                found += rows
-                if any(each.timeline for each in rows):
+                found += [replace(each, checkpointing=how, is_typed=True) for each in rows]
+                if any(each.timeline and each.fits and each.runs for each in rows):
                     break
-        return found
+                found.append(replace(other.typed("VHalf"), checkpointing=how, is_typed=True))
+        return [each for each in found if each.fits and each.runs]
 
     def _may_fit(self, step: Step) -> bool:
         """Whether the leanest order that ZB knows fits; True for others, which search for none."""
@@ -340,9 +342,8 @@ class _Job:
 
     def step(self, schedule: Schedule, costs: CostModel, split: Split, name: str, placement: str, source: str) -> Step:
         stages = len(schedule.placement.stages_on(0))
-        overlaps = self.workload.overlaps_fsdp or overlap_of(source, stages)
-        how: dict[str, Any] = {"transport": self.transport, "overlaps_fsdp": overlaps}
-        how["fill_waits"] = "off" if source == "torch" else None
+        how = {"transport": self.transport} | how_runs(source, stages)
+        how["overlaps_fsdp"] = self.workload.overlaps_fsdp or how["overlaps_fsdp"]
         timeline = simulate(schedule, self.with_fsdp(costs, split), **how)
         seconds = self._seconds(timeline, split)
         largest = replace(timeline, costs=timeline.costs.alike)

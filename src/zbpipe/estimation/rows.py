@@ -250,11 +250,9 @@ class Estimate:
     def _fill_waits(self, step: Step | None) -> str:
         if step is None or step.timeline is None or step.source == "torch" or self.workload.compiled:
             return ""
-        gain = gain_of_fills(step.timeline)
-        words = (
-            f"{step.name} with --zbpipe.fill-waits own is {gain:.1%} shorter in the simulator: waits for collectives"
-        )
-        words += " run products of W. No GPU has run that, so halve it as a first guess (docs/the-split.md)."
+        gain, option = gain_of_fills(step.timeline), self.workload.options.fill_waits.format("own")
+        words = f"{step.name} with {option} is {gain:.1%} shorter in the simulator: products of W run in waits for"
+        words += " collectives. No GPU has run that, so halve it as a first guess (docs/the-split.md)."
         return words if gain >= WORTH else ""
 
     def spell(self, step: Step) -> str:

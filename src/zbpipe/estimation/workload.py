@@ -88,6 +88,7 @@ class Spelling(NamedTuple):
     batch: str = ""
     """From the three numbers of `Workload.batch`."""
     degrees: tuple[tuple[str, str], ...] = (("pipeline", "degree {}"),)
+    fill_waits: str = 'fill_waits="{}"'
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,8 @@ class Problem:
 
     def order(self, schedule: Schedule) -> list[int]:
         """Ops of a valid schedule in order of their starts. A B that cannot help becomes I and W."""
-        graph = replace(schedule, ops=tuple(tuple(self._as_run(ops)) for ops in schedule)).graph
+        run = schedule if all(self.merges) else replace(schedule, ops=tuple(map(tuple, map(self._as_run, schedule))))
+        graph = run.graph
         try:
             ops = (graph.nodes[each] for each in graph.order)
             order = [number for op in ops if isinstance(op, Op) for number in self._numbers(op)]
@@ -281,10 +282,9 @@ class _Row:
 
     def _run_backward(self, op: Op) -> None:
         weights, stage = op._replace(kind=OpKind.W), op.stage
-        alone = self._held + sum(self._costs.of(*each).adds for each in self._waiting)
-        fits = alone + highest(self._costs, ((stage, OpKind.I), (stage, OpKind.W))) <= self._limit
-        saves = self._costs.saved_by_b(stage) > 0
-        if op.kind is OpKind.I and (fits or not saves):
+        adds = (self._costs.of(*each).adds for each in self._waiting)
+        both, saves = ((stage, OpKind.I), (stage, OpKind.W)), self._costs.saved_by_b(stage) > 0
+        if op.kind is OpKind.I and (not saves or self._held + sum(adds) + highest(self._costs, both) <= self._limit):
             self._run(op, then=weights)
             self._waiting.append(weights)
         elif saves:

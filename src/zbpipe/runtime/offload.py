@@ -40,7 +40,7 @@ class HostCopy:
 
 def make_copier(device: torch.device) -> Copier:
     if device.type == "meta":
-        raise ValueError("offload copies from accelerators, and on the CPU for tests, not from meta: omit it")
+        raise ValueError("offload needs a stage on an accelerator, or on the CPU in tests, not on meta: omit offload")
     return Copier(find_device(device))
 
 

@@ -245,7 +245,8 @@ class Placement:
 
 def _require_placeable(num_ranks: int, stages_per_rank: int) -> None:
     require_whole(1, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
-    require_size(f"a placement on {num_ranks} ranks with {stages_per_rank} stage(s) each", num_ranks * stages_per_rank)
+    each = f"{num_ranks} ranks with {count_noun(stages_per_rank, 'stage')} each"
+    require_size(f"a placement on {each}", num_ranks * stages_per_rank)
 
 
 @dataclass(frozen=True)

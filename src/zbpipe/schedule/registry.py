@@ -89,8 +89,7 @@ class Algorithm:
         if "memory_limit" not in self.keywords:
             names = [each.name for each in _registered.values() if "memory_limit" in each.keywords]
             raise ValueError(
-                f"{option} is for the schedules that adapt to one, {', '.join(sorted(names))}, not for"
-                f" {self.name}: omit it"
+                f"{option} is only for {', '.join(sorted(names))}, which adapt to it: omit it for {self.name}"
             )
 
     def place(self, num_ranks: int, stages_per_rank: int | None = None) -> Placement:
@@ -98,7 +97,8 @@ class Algorithm:
         stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
         num_ranks, stages = require_whole(1, num_ranks=num_ranks, stages_per_rank=stages)
         if stages != self.stages_per_rank and not self.any_stages_per_rank:
-            raise ValueError(f"{self.name} runs {self.stages_per_rank} stage(s) per rank, got stages_per_rank={stages}")
+            runs = f"{self.name} runs {count_noun(self.stages_per_rank, 'stage')} per rank"
+            raise ValueError(f"{runs}, got stages_per_rank={stages}: omit it, or take ZB or ZBLoop")
         if self.table is None:
             kinds = {"loop": Placement.loop, "v": Placement.v, "wave": Placement.wave}
             return kinds[self.placement](num_ranks, stages)

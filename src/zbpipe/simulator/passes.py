@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import chain
 from math import frexp, ldexp
 
@@ -14,6 +15,7 @@ from zbpipe.simulator.actions import COMPUTE, RECEIVES, WAITS, Action, Rows, mes
 from zbpipe.simulator.timeline import Span, Timeline
 
 
+@lru_cache(maxsize=16)  # an estimate times each schedule at several speeds
 def add_messages(schedule: Schedule) -> Rows:
     """The lists that torch makes of `schedule`, with sends and early receives, without torch and without copies.
 

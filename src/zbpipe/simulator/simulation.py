@@ -61,7 +61,7 @@ def simulate(
             "nearest", "rendezvous". Default: the way with the shortest step, as zbpipe's schedules choose it.
         overlaps_fsdp: whether FSDP gathers beside the first F of a stage and reduces beside its last W or B, as
             zbpipe's schedules do, or before the one and after the other, as always with "shared with compute". With
-            "gathers" only these overlap, see `overlap_of`.
+            "gathers" only these overlap, see `how_runs`.
         fill_waits: which waits for collectives (`CostModel.waits`) run products of W: "off", "own", "all". Default:
             that of the costs. W and B are shorter by what ran before, and memory counts as without. zbpipe's runtime
             fills them in schedules with I and W, and where nothing is copied to the host.
@@ -116,13 +116,15 @@ def _make_timeline(graph: TimeGraph, costs: CostModel) -> Timeline:
     )
 
 
-def overlap_of(source: str, stages_per_rank: int) -> Overlap:
-    """How the class of a schedule overlaps FSDP's collectives, by its owner: see `Algorithm.source`.
+def how_runs(source: str, stages_per_rank: int) -> dict[str, Any]:
+    """How the class of a schedule overlaps FSDP's collectives and fills waits, by its owner: see `Algorithm.source`.
 
-    torch's own wait for whole stages. But with one stage per rank there is no action that gathers it, so FSDP2's hooks
-    gather module by module in the first F.
+    torch's own fill none, and wait for whole stages. But with one stage per rank there is no action that gathers it, so
+    FSDP2's hooks gather module by module in the first F.
     """
-    return source != "torch" or ("gathers" if stages_per_rank == 1 else False)
+    if source != "torch":
+        return {"overlaps_fsdp": True}
+    return {"overlaps_fsdp": stages_per_rank == 1 and "gathers", "fill_waits": "off"}
 
 
 def exposed_fsdp(timeline: Timeline) -> float:

@@ -198,25 +198,23 @@ def last_end(graph: Graph[Any], seconds: Callable[[int], Any], latest: Callable[
 
 def durations(graph: TimeGraph, costs: CostModel) -> list[float]:
     """Seconds of each node."""
-    rank_of = graph.schedule.placement.rank_of
-    messages: dict[tuple[int, str, float], float] = {}
-    found, of = [], costs.of
-    for node in graph.nodes:
-        stage, kind, microbatch = node
-        if kind not in _NO_OPS:
-            found.append(of(stage, kind, microbatch).seconds)
-        elif kind in SENDS:
-            size = of(stage, kind, microbatch).message
-            if (key := (stage, kind, size)) not in messages:
-                messages[key] = costs.transfer(rank_of[stage], rank_of[other_end(node).stage], size)
-            found.append(messages[key])
-        elif kind == HEAD:
-            found.append(max(of(stage, GATHER).seconds - of(stage, OpKind.F, microbatch).seconds, 0.0))
-        else:
-            found.append(0.0)
+    keys: list[Any] = graph.nodes if costs.sizes else [node[:2] for node in graph.nodes]  # all microbatches are alike
+    examples = dict(zip(keys, graph.nodes, strict=True))
+    known = {key: _seconds(graph.schedule, costs, node) for key, node in examples.items()}
+    found = [known[key] for key in keys]
     if costs.fill_waits != "off" and not graph.schedule.has_copies:  # which take the products' tensors away
         fill_waits(graph.nodes[: graph.ops[-1].stop], costs, found)
     return found
+
+
+def _seconds(schedule: Schedule, costs: CostModel, node: Cell) -> float:
+    stage, kind, microbatch = node
+    if kind in SENDS:
+        rank_of, size = schedule.placement.rank_of, costs.of(stage, kind, microbatch).message
+        return costs.transfer(rank_of[stage], rank_of[other_end(node).stage], size)
+    if kind == HEAD:
+        return max(costs.of(stage, GATHER).seconds - costs.of(stage, OpKind.F, microbatch).seconds, 0.0)
+    return 0.0 if kind in _NO_OPS else costs.of(stage, kind, microbatch).seconds
 
 
 def fill_waits(ops: Iterable[Cell], costs: CostModel, seconds: list[float]) -> list[tuple[int, int, float]]:

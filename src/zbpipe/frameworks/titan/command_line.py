@@ -94,6 +94,7 @@ def read_workload(arguments: Sequence[str], gpus: int) -> Workload:
             f"{checkpointing}{{}}",
             "" if counts_tokens(config) else "--training.local_batch_size {0} --training.global_batch_size {1}",
             tuple((name, f"--parallelism.{each}_degree {{}}") for name, each in degrees.items()),
+            f"{_PREFIX}fill-waits {{}}",
         ),
     )
 
