@@ -238,7 +238,7 @@ def test_what_cannot_offload_is_refused(one_rank: None) -> None:
     runtime.adopt(copy_all(plain, Offload.ACTIVATIONS))
     x = torch.randn(2, 4)
     runtime.step(x, target=x)
-    with pytest.raises(ValueError, match="on the CPU for tests, not from meta"):
+    with pytest.raises(ValueError, match="on the CPU in tests, not on meta: omit offload"):
         make_copier(torch.device("meta"))
 
 
