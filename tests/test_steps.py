@@ -20,7 +20,9 @@ from pipelines import as_rank, on_one_rank
 from ranks import endings, run_ranks
 from test_faults import MICROBATCHES, Job, explode, fail, raised_by, renew_group
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 from zoo.case import bare
 
@@ -341,6 +343,17 @@ def test_buffers_in_which_nobody_can_write() -> None:
     module(torch.randn(4, 3))
     before.restore()
     torch.testing.assert_close(module.running_mean, torch.zeros(3))
+
+
+def test_buffers_are_restored_without_collectives(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other stages may have no such buffers."""
+    module, mesh = nn.BatchNorm1d(3), init_device_mesh("cpu", (1,))
+    module.running_mean = distribute_tensor(torch.zeros(3), mesh)
+    before = Buffers([module])
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: pytest.fail("a collective"))
+    module.running_mean.add_(1)
+    before.restore()
+    assert module.running_mean.to_local().tolist() == [0, 0, 0]
 
 
 def test_a_profiler_sees_the_actions_and_no_other_step_pays_for_it(
