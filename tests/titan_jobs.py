@@ -195,11 +195,9 @@ class Titan:
         # As with torchrun, the store is held by none of the ranks.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         module, _, name = model.rpartition(":")
-        patient = "--comm.train_timeout_seconds", "600"  # other tests may run beside
-        own = [flavor().module, module] if module else []
         job = {
             "module": "",
-            "arguments": [*demo_arguments(folder, name), *own, *patient, *arguments],
+            "arguments": [*demo_arguments(folder, name), *([flavor().module, module] if module else []), *arguments],
             "num_ranks": num_ranks,
             "folder": str(folder),
             "port": store.port,
