@@ -1,7 +1,9 @@
 """Copies beside the computations that torch runs, by a stand-in for a GPU's: what moves, when, and what it frees."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -20,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 import zbpipe
 from zbpipe import CostModel, OpKind, Placement, Schedule, simulate
 from zbpipe.costs import Link
+from zbpipe.costs.model import Transport
+from zbpipe.runtime.lists import Lists
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.offload import Copier, Copies, Saved, find_unshared, make_copier
 from zbpipe.runtime.verify.gradient_check import schedule_w_last
@@ -256,3 +260,18 @@ def test_copies_that_begin_in_a_recorded_step_last(one_rank: None) -> None:
     assert len(records) == 1
     # The first I leaves nothing to W.
     assert copied[2] - copied[1] == copied[1] - copied[0] > copied[0] > 0
+
+
+def test_orders_with_copies_are_made_without_filled_waits() -> None:
+    """Copies leave nothing to fill."""
+    costs = replace(CostModel.uniform(Placement.loop(2), host=Link(bandwidth=8)), fill_waits="all")
+    seen: list[CostModel] = []
+
+    def make(*_: int, costs: CostModel, **more: Any) -> Schedule:
+        seen.append(costs)
+        return zbpipe.generate("ZBH1", 2, 4)
+
+    algorithm: Any = SimpleNamespace(any_stages_per_rank=False, make=make)
+    for what in (None, Offload.PAIRS):
+        Lists(algorithm, Placement.loop(2), costs, None, what, Transport.IDEAL, None, False).make(4)
+    assert [each.fill_waits for each in seen] == ["all", "off"]

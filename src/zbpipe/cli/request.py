@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
 from pathlib import Path
@@ -60,9 +60,11 @@ class Costs:
         return replace(self, of=of, job=job, sizes=given.get("sizes", self.sizes))
 
     def has(self, placement: Placement) -> bool:
-        with suppress(ValueError):
-            return bool(self.of(placement))
-        return False
+        try:
+            self.of(placement)
+        except ValueError:
+            return False
+        return True
 
     def stages_of(self, algorithm: Algorithm, ranks: int) -> int | None:
         """Stages per rank, where no option names them: those of the job or of the cost file, else the usual number."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -183,8 +182,6 @@ class AutoSchedule(RegisteredSchedule):
         if lists.limit:  # one microbatch has run, so it always fits
             lists.limit = MemoryLimit(resolve_limits(lists.limit, self.placement, model, number), "")
         lists.algorithm, lists.offload = resolve("ZB"), self._offload
-        if self._offload:  # copies leave nothing to fill
-            model = replace(model, fill_waits="off")
         self.remake(model)
         self.costs = costs
         measured = _step_seconds(self._profiler.records, self._group)

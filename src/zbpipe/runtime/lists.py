@@ -80,11 +80,14 @@ class Lists:
         self._lowered.clear()
 
     def make(self, number: int) -> Schedule:
+        costs = self.costs
+        if costs is not None and self.offload is not None:  # copies leave nothing to fill
+            costs = replace(costs, fill_waits="off")
         made = self.algorithm.make(
             self.placement.num_ranks,
             number,
             stages_per_rank=len(self.placement.stages_on(0)) if self.algorithm.any_stages_per_rank else None,
-            costs=self.costs,
+            costs=costs,
             memory_limit=self.limit,
             transport=self.transport,
         )

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from zbpipe.runtime._torch.autograd import own_buffers
-from zbpipe.runtime._torch.tensor_data import find_storage
+from zbpipe.runtime._torch.tensor_data import find_storage, own_part
 from zbpipe.runtime.device import RandomState
 
 
@@ -21,7 +20,7 @@ class Buffers:
         owners = [own_buffers(part) for module in modules for part in module.modules()]
         self._owners = [(own, dict(own)) for own in owners]
         found = {id(each): each for own in owners for each in own.values() if each is not None and not is_lazy(each)}
-        local = [_own_part(each) for each in found.values() if not each.is_inference()]
+        local = [own_part(each).detach() for each in found.values() if not each.is_inference()]
         self._values = [(each, each.clone()) for each in local if not _is_expanded(each)]
 
     def restore(self) -> None:
@@ -29,12 +28,6 @@ class Buffers:
             own.update(before)
         for buffer, value in self._values:
             buffer.copy_(value)
-
-
-def _own_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, to compare and write without collectives."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_expanded(tensor: Tensor) -> bool:
@@ -56,7 +49,7 @@ class ModuleState:
         self._values: list[tuple[Tensor, Tensor]] = []
         tensors = [each for each in held if isinstance(each, Tensor)]
         for tensor in (*(module.parameters() if weights else ()), *module.buffers(), *tensors):
-            local = _own_part(tensor)
+            local = own_part(tensor).detach()
             if type(local) is Tensor and local.layout is torch.strided and not local.is_nested:
                 self._values.append((local, local.clone()))
         attributes = (own for part in module.modules() for own in (vars(part), own_buffers(part)))

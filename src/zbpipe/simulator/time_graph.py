@@ -202,8 +202,7 @@ def durations(graph: TimeGraph, costs: CostModel) -> list[float]:
     examples = dict(zip(keys, graph.nodes, strict=True))
     known = {key: _seconds(graph.schedule, costs, node) for key, node in examples.items()}
     found = [known[key] for key in keys]
-    if costs.fill_waits != "off" and not graph.schedule.has_copies:  # which take the products' tensors away
-        fill_waits(graph.nodes[: graph.ops[-1].stop], costs, found)
+    fill_waits(graph, costs, found)
     return found
 
 
@@ -217,13 +216,15 @@ def _seconds(schedule: Schedule, costs: CostModel, node: Cell) -> float:
     return 0.0 if kind in _NO_OPS else costs.of(stage, kind, microbatch).seconds
 
 
-def fill_waits(ops: Iterable[Cell], costs: CostModel, seconds: list[float]) -> list[tuple[int, int, float]]:
+def fill_waits(graph: TimeGraph, costs: CostModel, seconds: list[float]) -> list[tuple[int, int, float]]:
     """Shorten W and B by the products that run in waits. An op's products can run in its own waits, after those that
     are older. That depends on the order of the ops, and not on times. Returns the number of each op with the stage and
     the seconds of the products in its waits."""
     ran: list[tuple[int, int, float]] = []
+    if costs.fill_waits == "off" or graph.schedule.has_copies:  # which take the products' tensors away
+        return ran
     pending: dict[tuple[int, int], float] = {}  # empty again after each rank
-    for node, (stage, kind, microbatch) in enumerate(ops):
+    for node, (stage, kind, microbatch) in enumerate(graph.nodes[: graph.ops[-1].stop]):
         w = costs.of(stage, OpKind.W, microbatch).seconds - costs.overhead
         if kind in ("I", "B"):
             pending[stage, microbatch] = w
@@ -232,7 +233,8 @@ def fill_waits(ops: Iterable[Cell], costs: CostModel, seconds: list[float]) -> l
             if costs.fill_waits == "all" or key[0] == stage:
                 took = min(room, pending[key])
                 pending[key], room = pending[key] - took, room - took
-                ran += [(node, key[0], took)] if took else []
+                if took:
+                    ran.append((node, key[0], took))
         if kind in ("W", "B"):
             seconds[node] = max(seconds[node] - (w - pending.pop((stage, microbatch))), 0.0)
     return ran

@@ -115,12 +115,12 @@ class Timeline:
 
     @cached_property
     def fills(self) -> tuple[tuple[Collective, ...], ...]:
-        """W's products in the waits of each rank's ops, from an op's start on. Empty without `costs.fill_waits`."""
-        if self.costs.fill_waits == "off" or self.graph is None or self.schedule.has_copies:
+        """W's products in the waits of each rank's ops, from an op's start on. None without `costs.fill_waits`."""
+        if self.graph is None:
             return ()
         rows: list[list[Collective]] = [[] for _ in self.spans]
         spans = list(chain.from_iterable(self.spans))
-        for node, stage, took in fill_waits(self.graph.nodes[: len(spans)], self.costs, [0.0] * len(spans)):
+        for node, stage, took in fill_waits(self.graph, self.costs, [0.0] * len(spans)):
             row = rows[self.schedule.placement.rank_of[stage]]
             start = max(spans[node].start, row[-1].end if row else 0.0)
             row.append(Collective("fill", stage, start, start + took))

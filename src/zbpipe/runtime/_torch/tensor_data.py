@@ -26,7 +26,8 @@ def without_base(output: Tensor) -> Tensor:
     return output.data if output._is_view() else output
 
 
-def _local(tensor: Tensor) -> Tensor:
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, to read and write without collectives."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -48,7 +49,7 @@ HIDDEN = -(1 << 63)
 
 def fingerprint(tensor: Tensor) -> Tensor:
     """A checksum on the device; `HIDDEN` for tensors with hidden content."""
-    tensor = _local(tensor).detach()
+    tensor = own_part(tensor).detach()
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         return torch.full((), HIDDEN, dtype=torch.int64, device=tensor.device)
     by_place = _bits(tensor)  # sums of integers do not depend on the order of the summation
@@ -76,7 +77,7 @@ with _disable_current_modes():  # a job may import this among fake tensors
 
 def find_storage(tensor: Tensor) -> torch.UntypedStorage | None:
     """The tensor's memory; None if the tensor hides it, as results of pending collectives do."""
-    tensor = _local(tensor)
+    tensor = own_part(tensor)
     return tensor.untyped_storage() if type(tensor) is Tensor and tensor.layout is torch.strided else None
 
 
@@ -92,7 +93,7 @@ def group_by_storage(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStora
 def has_others(storage: torch.UntypedStorage, own: Iterable[Tensor]) -> bool:
     """Whether others hold this memory of `own`: other tensors, or users outside of torch, such as NumPy."""
     # A view keeps its base alive.
-    known = {id(each) for tensor in map(_local, own) for each in (tensor, tensor._base) if each is not None}
+    known = {id(each) for tensor in map(own_part, own) for each in (tensor, tensor._base) if each is not None}
     return not storage.resizable() or count_holders(storage) > len(known)
 
 

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from zbpipe.runtime._torch import autograd, pipelining
 from zbpipe.runtime._torch.attributes import plain_attribute
-from zbpipe.runtime._torch.tensor_data import HIDDEN, fingerprint
+from zbpipe.runtime._torch.tensor_data import HIDDEN, fingerprint, own_part
 from zbpipe.schedule.ir import Placement
 
 _NOT_KEPT = "training will not keep them equal, since each rank adds only its own gradients"
@@ -94,7 +93,7 @@ def _find_weights(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> _Wei
 @torch.no_grad()
 def _identify(weight: Tensor) -> tuple[object, ...] | None:
     """Shape, dtype and fingerprint of a weight. None if it has no values, or equal ones, as after an initialization."""
-    local = weight.to_local() if isinstance(weight, DTensor) else weight.detach()
+    local = own_part(weight).detach()
     if local.is_meta or local.numel() == 0 or local.dim() != 2:
         return None
     own, of_equal = (int(fingerprint(each)) for each in (local, local[:1, :1].expand_as(local)))
