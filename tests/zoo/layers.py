@@ -329,11 +329,11 @@ CASES = (
     ),
     Case("refuses what it is asked for", lambda index: RefusingStage()),
     # torch infers shapes by one more forward, which counts.
-    Case(
+    one_by_one(
         "DropConnect",
         stage(plain, **dict.fromkeys("ab", lambda: parametrized(DropConnect))),
-        ONLY_EAGER,
-        schedules=("WeightsLast",),
+        modes=ONLY_EAGER,
+        between=lambda stage: stage.b.requires_grad_(False),
     ),
     in_float32("x scaled between two casts", with_shared_cast, c=linear()),
     Case(

@@ -187,11 +187,11 @@ def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:
     deferral: Deferral
     if torch.compiler.is_compiling() or (deferral := layer.__dict__[_ATTRIBUTE]).gradients.are_whole:
         return F.linear(input, layer.weight, layer.bias)
-    args = input, layer.weight, layer.bias
+    args = input, (weight := layer.weight), layer.bias  # parametrizations run at each read
     if (y := deferral.multiply(F.linear, args, {})) is not None:
         return y  # type: ignore[no-any-return]
     # A weight of another class, such as a quantised one, may have autograd Functions as products.
-    if type(layer.weight) not in PLAIN and deferral.owns(layer.weight):
+    if type(weight) not in PLAIN and deferral.owns(weight):
         return watch(deferral, F.linear, args, {})  # type: ignore[no-any-return]
     return F.linear(*args)
 
