@@ -170,6 +170,10 @@ def with_shared_cast(s: Any, x: Tensor) -> Tensor:
 EXPERTS = 5
 
 
+def sum_over_experts(s: Any, x: Tensor) -> Tensor:
+    return x.expand(2, -1, -1).bmm(s.w).sum(0) + torch.einsum("btw,ewo->bto", x, s.w)
+
+
 class Grouped(nn.Module):
     """All experts in one tensor, multiplied in one go, as a layer of its own."""
 
@@ -354,6 +358,7 @@ CASES = (
     ),
     Case("layers of two dtypes", mixed, tolerance=LOW, batch=rows_in(torch.float32)),
     Case("complex inside", stage(lambda s, x: s.b(torch.tanh(s.c(torch.complex(x, s.a(x))).abs())), c=complex_linear)),
+    Case("sums over experts", bare(sum_over_experts, w=parameter(2, WIDTH, WIDTH)), EVERY_MODE),
     Case("grouped experts", lambda index: Grouped(), EVERY_MODE),
     *(
         Case(

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from zbpipe.runtime._torch import compiler
 from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.autograd import function_of
-from zbpipe.runtime.split.graph_parts import Part, cut_graph, example_of, list_made_from, results_of
+from zbpipe.runtime.split.graph_parts import Part, cut_graph, list_made_from, results_of
 from zbpipe.runtime.split.lazy_products import postpone
 from zbpipe.runtime.split.products import NONE, ExtraArguments, WeightProduct
 from zbpipe.runtime.split.sources import find_leaf
@@ -67,8 +67,6 @@ def _compile_backward(
     metadata = compiler.find_metadata()
     given = {node: place for place, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
     returned = {given.get(node) for node in results_of(graph.graph)}
-    factors = [*enumerate(results_of(graph.graph))][number:]
-    saved = [place for place, each in factors if each in given and isinstance(example_of(each), Tensor)]
     # Inductor reuses the memory of donated inputs.
     donated = [each for each in metadata.bw_donated_idxs or () if each not in returned]
     with replaced(metadata, bw_donated_idxs=donated):
@@ -79,7 +77,7 @@ def _compile_backward(
         with resume(), torch.no_grad():
             return compile_graph(whole, inputs)
 
-    return _Backward(run, number, parts, saved, compile_whole)
+    return _Backward(run, number, parts, compile_whole)
 
 
 class PlainGradient(WeightProduct):
@@ -141,7 +139,6 @@ class _Backward:
         run: Callable[..., Any],
         number: int,
         parts: Sequence[Part],
-        given: Sequence[int],
         compile_whole: Callable[[], Any],
     ) -> None:
         self._run = run
@@ -149,8 +146,6 @@ class _Backward:
         self._for_w = sorted({place for each in parts if each.is_plain for place in each.factors})
         self._plain = [PlainGradient(each, self._for_w) for each in parts if each.is_plain]
         self._others = [each for each in parts if not each.is_plain]
-        self._given = given
-        """Factors that F has saved, by their places among the results: they may have graphs."""
         self._compile_whole = compile_whole
         self._whole: Callable[..., Any] | None = None
         self.products = {each.argument: each.flops for part in parts for each in part.gradients}
@@ -161,9 +156,9 @@ class _Backward:
                 self._whole = self._compile_whole()
             return _run_boxed(self._whole, args)
         results = list(_run_boxed(self._run, args))
-        for place in self._given:
-            results[place] = results[place].detach()
         results, factors = results[: self._number], results[self._number :]
+        # Tensors that F has saved, and views of them, may have graphs.
+        factors = [each.detach() if getattr(each, "requires_grad", False) else each for each in factors]
         for_w = [factors[number] for number in self._for_w]
         for product in self._plain:
             results[product.place] = Postponed(product, for_w)

@@ -210,7 +210,7 @@ class PendingGradient:
             gradient = self.gradient()
             if grad is None:
                 own = gradient.to(tensor_data.find_grad_dtype(weight, gradient))
-                weight.grad = own.clone() if self._may_be_an_operand(own) else own
+                weight.grad = own.clone() if self._may_share_memory(own) else own
             elif grad.is_sparse:  # from an embedding that shares this weight
                 weight.grad = gradient + grad
             else:
@@ -219,12 +219,13 @@ class PendingGradient:
     def find_sum(self, weight: Tensor) -> Tensor | None:
         return self.fsdp_sums.get(id(weight)) if self.fsdp_sums and weight.grad is None else weight.grad
 
-    def _may_be_an_operand(self, gradient: Tensor) -> bool:
-        """Whether a declared gradient shares memory with dY or x, to which the next use would then add."""
+    def _may_share_memory(self, gradient: Tensor) -> bool:
+        """Whether the next use, which adds in place, would also add to dY or x, or to an element twice."""
         if self.product.as_matrices is not None:
             return False
         memory = tensor_data.find_storage(gradient)
-        return memory is None or any(memory is tensor_data.find_storage(each) for each in self.tensors)
+        known = map(tensor_data.find_storage, self.tensors)
+        return memory is None or memory.nbytes() < gradient.nbytes or any(memory is each for each in known)
 
     def _accumulate_part(self, part: sources.Part) -> None:
         leaf = part.leaf
