@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from zbpipe.cli.base import Command, OutputFile
+from zbpipe.cli.base import EXISTING, Command, OutputFile
 
 _PACKAGES = ("zbpipe", "torch", "torchtitan", "nemo-automodel", "triton", "numpy", "numba")
 _VARIABLES = (
@@ -32,7 +32,7 @@ _PLUG_SECONDS = 180
 @click.option("-o", "--output", type=OutputFile(), metavar="FILE", help="Write the report, to attach it to an issue.")
 @click.option(
     "--log",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=EXISTING,
     metavar="FILE",
     help=f"Add the last {_LAST_LINES} lines of a job's log.",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import click
 from click.core import ParameterSource
 
-from zbpipe.cli.base import name_argument, one_line, options, parse_with, progress_line, size_options, stages_option
+from zbpipe.cli import base
+from zbpipe.cli.base import EXISTING, one_line, options, options_of, parse_with, progress_line
 from zbpipe.cli.jobs import JobOptions, job_options, numbers
 from zbpipe.costs.file import load_costs
 from zbpipe.costs.job import SPELLINGS, CostsOf, JobCosts, MemoryLimit, memory_of_1f1b
@@ -171,18 +172,18 @@ def _from_file(file: Path, context: click.Context) -> Costs:
     return Costs(job.on, f"costs of {file}", job, file)
 
 
-def _times(context: click.Context, option: click.Parameter, text: str) -> Times | None:
+def _times(text: str) -> Times | None:
     if text == "typical":
         return None
     try:
         f, i, w = map(float, text.split(","))
     except ValueError:
         if text.endswith((".toml", ".json")):
-            raise click.BadParameter(f"{text!r} names a file; write `--costs-file {text}`") from None
-        raise click.BadParameter(f"{text!r} is not three numbers; write for example 1,1,0.8, or typical") from None
+            raise ValueError(f"{text!r} names a file; write `--costs-file {text}`") from None
+        raise ValueError(f"{text!r} is not three numbers; write for example 1,1,0.8, or typical") from None
     # Pictures are scaled by the longest time.
     if not all(map(is_amount, (f, i, w))) or max(f, i, w) < 1 / MOST:
-        raise click.BadParameter(
+        raise ValueError(
             f"{text!r} needs numbers between 0 and {MOST:g}, at least one above 0; write for example 1,1,0.8"
         )
     return f, i, w
@@ -221,7 +222,7 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
         click.option(
             "--costs",
             metavar="F,I,W",
-            callback=_times,
+            callback=parse_with(_times),
             default=times,
             show_default=True,
             help="Seconds (or any other unit) of F, I (with recomputation) and W of one microbatch on a rank; or"
@@ -254,7 +255,7 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
         ),
         click.option(
             "--costs-file",
-            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            type=EXISTING,
             metavar="FILE",
             help="Measured times, bytes and links of stages or layers (docs/costs-file.md), in place of those options.",
         ),
@@ -342,20 +343,9 @@ class Request:
         return simulate(schedule, costs, transport=transport, **how)
 
 
-def request_options(times: str = "typical") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator for the options of a `Request`, which the command gets as one argument."""
-
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(command)
-        def with_request(**given: Any) -> Any:
-            request = Request(**{field.name: given.pop(field.name) for field in fields(Request)})
-            return command(request=request, **given)
-
-        return options(name_argument, size_options, stages_option, cost_options(times), fitted_limit_option)(
-            with_request
-        )
-
-    return add
+def request_options(times: str = "typical") -> Callable[..., Any]:
+    sizes = base.name_argument, base.size_options, base.stages_option
+    return options_of("request", Request, *sizes, cost_options(times), fitted_limit_option)
 
 
 def compare_all(
