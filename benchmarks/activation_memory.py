@@ -50,8 +50,6 @@ KEEPS_OUTPUTS = not hasattr(PipelineStage, "release_fwd_send_outputs")
 
 @dataclass(frozen=True)
 class Job:
-    """What all schedules train."""
-
     checkpointing: Checkpointing
     ranks: int
     microbatches: int
@@ -68,13 +66,11 @@ class Job:
         return whole.batch * whole.seq * whole.dim * DTYPES[self.device].itemsize
 
     def size(self, stages: int) -> Size:
-        """One of so many stages."""
         whole = SIZES[self.device]
         return Size(whole.dim, whole.seq, whole.batch, whole.head_dim, blocks=self.layers // stages)
 
 
 def device_of(job: Job, rank: int) -> torch.device:
-    """One GPU for each rank, or the CPU for all."""
     return torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
 
 
@@ -197,7 +193,6 @@ def schedule_of(name: str, job: Job, stages: StageBytes) -> tuple[Schedule, Cost
 
 
 def predicted(schedule: Schedule, costs: CostModel) -> list[float]:
-    """Bytes by rank."""
     # The runtime knows no costs when it places the receives.
     rows = rows_of(zbpipe.simulate(schedule, default_costs(schedule.placement)))
     if KEEPS_OUTPUTS:  # so what is under way counts already
@@ -216,8 +211,6 @@ def _without_forward_sends(row: Sequence[Action]) -> Iterator[Action]:
 
 @dataclass(kw_only=True)
 class Result:
-    """One line of the table."""
-
     schedule: str
     checkpointing: Checkpointing
     ranks: list[int] = field(default_factory=list)
@@ -230,7 +223,6 @@ class Result:
 
     @property
     def peak(self) -> int:
-        """Of the worst rank."""
         return max(self.ranks, default=0)
 
     @property
@@ -256,7 +248,6 @@ def measure_stages(job: Job) -> StageBytes:
 
 
 def measure(name: str, job: Job, stages: StageBytes) -> Result:
-    """Run one schedule, and predict what it did."""
     result = Result(schedule=name, checkpointing=job.checkpointing)
     try:
         schedule, costs = schedule_of(name, job, stages)
@@ -285,7 +276,6 @@ def _mib(number: float) -> str:
 
 
 def schedule_table(results: Sequence[Result]) -> str:
-    """Bytes in MiB."""
     ranks = [f"rank {rank}" for rank in range(max(len(result.ranks) for result in results))]
     heads = ["checkpointing", "schedule", *ranks, "share", "predicted", "deviation", "step"]
     return markdown(heads, (_cells(result, results) for result in results), left=2)
@@ -345,7 +335,6 @@ def main() -> int:
 
 
 def missed(result: Result) -> bool:
-    """Whether the measured bytes deviate from the predicted ones by more than the goal."""
     return result.deviation is not None and abs(result.deviation) > GOAL
 
 

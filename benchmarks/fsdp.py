@@ -84,8 +84,6 @@ class Computation(Stream):
 
 
 class Layer(SleepingLayer):
-    """A layer that sleeps on the stream of computations."""
-
     def _sleep(self, kind: OpKind) -> None:
         stream: Any = torch.cpu.current_stream()
         stream.wait_until(stream.free_at + self.seconds[kind])
@@ -110,8 +108,6 @@ class SleepingReduceScatter(DefaultReduceScatter):
 
 
 class SleepingAllGather(DefaultAllGather):
-    """A gather that takes `seconds`."""
-
     seconds = 0.0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,8 +148,6 @@ def emulate_streams() -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What one set of processes measures."""
-
     ranks: int
     """Pipeline ranks."""
     schedules: tuple[str, ...]
@@ -220,7 +214,6 @@ class Runner:
                 layer.seconds = {kind: costs.of(index, kind).seconds / job.layers for kind in layer.seconds}
 
     def run(self) -> None:
-        """Run a step."""
         with hooks.hook(self.schedule, hooks.HookOrder.RECORD, begin_op):
             self.step()
 
@@ -237,7 +230,6 @@ class Runner:
 
 
 def find_costs(name: str, times: Times, collectives: float, job: Job) -> CostModel:
-    """Costs of the schedule's stages."""
     place = resolve("ZBV" if name == "plan" else name).place(job.ranks)
     costs = uniform_costs(place, times, job.unit, 0.0)
     by_stage = tuple(collectives * costs.of(stage, OpKind.W).seconds for stage in range(costs.num_stages))
@@ -254,7 +246,6 @@ def find_schedule(name: str, costs: CostModel, job: Job) -> Schedule:
 
 
 def simulate(schedule: Schedule, costs: CostModel, mode: FsdpMode) -> float:
-    """Simulated seconds of a step."""
     costs = gather_in_each_op(costs) if mode == "reshard" else costs
     return zbpipe.simulate(schedule, costs, overlaps_fsdp=mode != "torch").makespan
 

@@ -31,8 +31,6 @@ _WIDTH = _ROWS = 16
 
 
 class Case(NamedTuple):
-    """The stages of the rank."""
-
     blocks: int
     """Of each of the rank's two stages."""
     compiled: bool = False

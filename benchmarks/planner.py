@@ -20,8 +20,6 @@ PEERS = Path(__file__).parent / "peer_frontier.csv"
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of the peers' figures."""
-
     ranks: int
     microbatches: int
     times: tuple[float, float, float]
@@ -42,7 +40,6 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """All rows of peer_frontier.csv."""
     with PEERS.open() as file:
         for row in csv.DictReader(file):
             yield Cell(

@@ -70,7 +70,6 @@ class Row:
 
     @property
     def group(self) -> str:
-        """Source, table and metric."""
         return ", ".join(filter(None, (self.source.split(",")[0], self.table, self.metric)))
 
     @property
@@ -310,7 +309,6 @@ _HEADS = ("id", "class", "source", "table", "schedule", "metric", "published", "
 
 
 def write_results(found: Iterable[tuple[Row, float]]) -> None:
-    """Write a line for each row."""
     with RESULTS.open("w", newline="") as lines:
         out = csv.writer(lines, lineterminator="\n")
         out.writerow(_HEADS)

@@ -25,8 +25,6 @@ RESULTS = Path(__file__).parent / "results" / "what-hardware-says-of-estimates.c
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder."""
-
     block: Block
     blocks: int
     vocabulary: int
@@ -131,8 +129,6 @@ _HIDDEN = {"async": ASYNC_TENSOR, "userbuffers": 0.9}
 
 @dataclass(frozen=True)
 class Job:
-    """A published job and its speed."""
-
     id: str
     source: str
     model: str
@@ -171,7 +167,6 @@ class Job:
 
 
 def read_jobs() -> list[Job]:
-    """All rows."""
     with ROWS.open(newline="") as lines:
         return [_job(cells) for cells in csv.DictReader(lines)]
 
@@ -183,7 +178,6 @@ def _job(cells: dict[str, Any]) -> Job:
 
 
 def workload(job: Job) -> Workload:
-    """The job's work."""
     model, how = MODELS[job.model], Checkpointing(job.checkpointing)
     block = model.block
     tokens = job.seq * job.microbatch
@@ -338,7 +332,6 @@ def summary(found: Iterable[tuple[Job, Speed]]) -> list[list[str]]:
 
 
 def write_results(found: Iterable[tuple[Job, Speed]]) -> None:
-    """Write a line for each job."""
     heads = "id source model device gpus p published predicted least most error use note"
     with RESULTS.open("w", newline="") as lines:
         out = csv.writer(lines, lineterminator="\n")

@@ -113,8 +113,6 @@ def build_layer(layers: Layers, size: Size) -> nn.Module:
 
 
 class Mode(NamedTuple):
-    """How a stage runs."""
-
     execution: Execution
     checkpointing: Checkpointing
     layers: Layers = "llama"
@@ -148,7 +146,6 @@ class MiddleStage:
             self.stage.set_local_bwd_input((self.dy.clone(),), 0)
 
     def run(self, action: Action) -> None:
-        """Run `action` of microbatch 0."""
         if action == "F":
             self.stage.forward_one_chunk(0, ())
         elif action == "W":
@@ -261,8 +258,6 @@ def race(stages: Mapping[Contender, MiddleStage], rounds: int, device: torch.dev
 
 @dataclass(kw_only=True)
 class Result:
-    """One line of the table."""
-
     size: str
     execution: Execution
     checkpointing: Checkpointing

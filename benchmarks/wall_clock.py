@@ -52,8 +52,6 @@ GOAL = 0.05
 
 @dataclass(frozen=True)
 class Job:
-    """What one set of processes measures."""
-
     ranks: int
     microbatches: int
     unit: float
@@ -218,7 +216,6 @@ def measure(job: Job) -> list[Result]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown, times in seconds."""
     heads = ["p, m", "times", "schedule", "from", "simulated", "measured", "ratio", "overhead counted"]
     return markdown([*heads, "speed-up", "simulated"], (_cells(result, results) for result in results), left=4)
 
@@ -250,7 +247,6 @@ def _setting(result: Result) -> tuple[int, int, Times]:
 
 
 def missed(result: Result) -> bool:
-    """Whether the step took longer or shorter than simulated, by more than the goal."""
     return abs(result.ratio - 1) > GOAL
 
 
