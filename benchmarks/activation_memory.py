@@ -42,6 +42,8 @@ SIZES = {
     "cpu": Size(dim=128, seq=512, batch=1, head_dim=64),
     "cuda": Size(dim=4096, seq=4096, batch=1, head_dim=128),
 }
+TIMEOUT = 300
+"""Seconds for one schedule."""
 GOAL = 0.05
 """Largest deviation of the worst rank from its prediction."""
 KEEPS_OUTPUTS = not hasattr(PipelineStage, "release_fwd_send_outputs")
@@ -56,8 +58,6 @@ class Job:
     layers: int
     """Blocks in all stages together."""
     device: str
-    timeout: float
-    """Seconds for one schedule."""
 
     @property
     def message_bytes(self) -> int:
@@ -140,7 +140,7 @@ def measured(name: str, job: Job) -> list[int] | str:
     """Most bytes of each rank, one process each, or the first error."""
     backend = "nccl" if job.device == "cuda" else "gloo"
     try:
-        return run_ranks(job.ranks, rank_main, name, job, timeout=job.timeout, backend=backend)
+        return run_ranks(job.ranks, rank_main, name, job, timeout=TIMEOUT, backend=backend)
     except RankError as error:
         return _innermost(str(error))
 
@@ -305,7 +305,6 @@ def parse_arguments() -> argparse.Namespace:
     arguments.add_argument("--microbatches", type=int, default=16)
     arguments.add_argument("--layers", type=int, default=16, help="blocks of the whole model")
     arguments.add_argument("--device", choices=list(SIZES), help="cuda if there is a GPU for each rank")
-    arguments.add_argument("--timeout", type=float, default=300, help="seconds for one schedule")
     arguments.add_argument("--json", **JSON)
     chosen = arguments.parse_args()
     if chosen.ranks < 1 or chosen.layers % (2 * chosen.ranks):
@@ -323,8 +322,7 @@ def main() -> int:
     stages: dict[Checkpointing, StageBytes] = {}
     with single_rank():  # for the stages that are measured alone
         for checkpointing in arguments.checkpointing:
-            sizes = (arguments.ranks, arguments.microbatches, arguments.layers)
-            job = Job(checkpointing, *sizes, device, arguments.timeout)
+            job = Job(checkpointing, arguments.ranks, arguments.microbatches, arguments.layers, device)
             stages[checkpointing] = measure_stages(job)
             for name in names:
                 print(f"measuring {name}, checkpointing {checkpointing} ...", file=sys.stderr)

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.pipelining import PipelineStage
-from wall_clock import Times, in_words, read_times, uniform_costs
+from wall_clock import TIMEOUT, Times, in_words, read_times, uniform_costs
 
 import zbpipe
 from zbpipe import CostModel, OpKind, Schedule
@@ -298,7 +298,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--unit", type=float, default=0.2, help="seconds of a time of 1")
     add("--steps", type=int, default=3, help="measured of each kind")
     add("--modes", nargs="+", choices=get_args(FsdpMode), default=["overlap", "torch"], help="of FSDP2's collectives")
-    add("--timeout", type=float, default=1800)
     add("--json", **JSON)
     return arguments.parse_args()
 
@@ -309,7 +308,7 @@ def main() -> int:
     for ranks in chosen.ranks:
         lists = tuple(chosen.schedules), tuple(chosen.times), tuple(chosen.collectives)
         job = Job(ranks, *lists, chosen.layers, chosen.unit, chosen.steps, tuple(chosen.modes))
-        results += run_ranks(ranks * DATA, on_this_rank, job, timeout=chosen.timeout)[0]
+        results += run_ranks(ranks * DATA, on_this_rank, job, timeout=TIMEOUT)[0]
     print(table(results, chosen.modes))
     write_json(chosen.json, "cpu", results)
     return 0

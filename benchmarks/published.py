@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from published_jobs import block_milliseconds
+from published_jobs import block_milliseconds, write_table
 
 from zbpipe import CostModel, generate, simulate
 from zbpipe.costs.model import Transport
@@ -109,9 +109,9 @@ _PARAMETER = 18
 _VOCABULARY = 50257
 
 
-def read_rows(file: Path = ROWS) -> list[Row]:
+def read_rows() -> list[Row]:
     """All rows. Missing numbers are 0; v is 1 where it is not given."""
-    with file.open(newline="") as lines:
+    with ROWS.open(newline="") as lines:
         return [_row(each) for each in csv.DictReader(lines)]
 
 
@@ -309,13 +309,12 @@ _HEADS = ("id", "class", "source", "table", "schedule", "metric", "published", "
 
 
 def write_results(found: Iterable[tuple[Row, float]]) -> None:
-    with RESULTS.open("w", newline="") as lines:
-        out = csv.writer(lines, lineterminator="\n")
-        out.writerow(_HEADS)
-        for row, predicted in found:
-            names = (row.id, row.kind, row.source, row.table, row.schedule, row.metric)
-            numbers = (f"{row.published:g}", f"{predicted:.5g}", f"{error(row, predicted):+.4f}")
-            out.writerow((*names, *numbers, "yes" if row.is_fitted else "", row.note))
+    rows = [_HEADS]
+    for row, predicted in found:
+        names = (row.id, row.kind, row.source, row.table, row.schedule, row.metric)
+        numbers = (f"{row.published:g}", f"{predicted:.5g}", f"{error(row, predicted):+.4f}")
+        rows.append((*names, *numbers, "yes" if row.is_fitted else "", row.note))
+    write_table(RESULTS, rows)
 
 
 def main() -> None:

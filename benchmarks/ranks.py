@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -58,13 +59,6 @@ class Ending(NamedTuple):
     """What the function returned; None if it did not."""
     error: str | None
     """The traceback, if it raised."""
-
-
-class _Group(NamedTuple):
-    meeting_point: str
-    num_ranks: int
-    timeout: float
-    backend: str
 
 
 def run_ranks(
@@ -122,12 +116,12 @@ def _started(
         start_server()
     with tempfile.TemporaryDirectory() as directory:
         # A file as the meeting point needs no port.
-        group = _Group(f"{directory}/rendezvous", num_ranks, group_timeout, backend)
         ends: list[Connection] = []
         processes: list[BaseProcess] = []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
-            call = (theirs, rank, group, dict(os.environ), function, args)
+            join = partial(join_group, f"{directory}/rendezvous", rank, num_ranks, group_timeout, backend)
+            call = (theirs, join, dict(os.environ), function, args)
             process = context.Process(target=_main, args=call, daemon=True)
             process.start()
             theirs.close()
@@ -180,8 +174,7 @@ def join_group(meeting_point: Path | str, rank: int, num_ranks: int, timeout: fl
 
 def _main(
     end: Connection,
-    rank: int,
-    group: _Group,
+    join: Callable[[], None],
     environment: dict[str, str],
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -191,7 +184,7 @@ def _main(
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo"} | environment)
     torch.set_num_threads(1)
     try:
-        join_group(group.meeting_point, rank, group.num_ranks, group.timeout, group.backend)
+        join()
         value = function(*args)
         with suppress(RuntimeError):  # a failed step closes the connections
             dist.barrier()

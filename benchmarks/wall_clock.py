@@ -46,6 +46,8 @@ PLANNED: dict[str, Limit] = PLANS | {"plan, 2p": lambda p: 2 * p}
 NAMED = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "ZBV", "VHalf", "VMin")
 BASELINE = "1F1B"
 TIMES: tuple[Times, ...] = ((1, 1, 1), (1, 1.2, 0.8), (1, 2, 1))
+TIMEOUT = 1800
+"""Seconds for all schedules."""
 GOAL = 0.05
 """How far a measured time may be from the simulated one, relative to it."""
 
@@ -60,8 +62,6 @@ class Job:
     """Measured steps of each schedule."""
     schedules: tuple[str, ...] = (*NAMED, *PLANS)
     times: tuple[Times, ...] = TIMES
-    timeout: float = 1800
-    """Seconds for all of it."""
     backend: str = "gloo"
     """Or one of benchmarks/fifo.py, where messages wait for each other."""
     late: float = 0.0
@@ -146,10 +146,10 @@ def simulated(source: str, job: Job, costs: CostModel, overhead: float = 0.0) ->
     return zbpipe.simulate(schedule, longer).makespan
 
 
-def message_seconds(messages: int = 100) -> float:
+def message_seconds() -> float:
     """The median way of a message from rank 0 to rank 1 or back, where it is waited for; the same on all ranks."""
     rank, taken = dist.get_rank(), []
-    for number in range(messages if rank < 2 else 0):
+    for number in range(100 if rank < 2 else 0):
         sender = number % 2
         sent_at = torch.zeros(1, dtype=torch.float64)
         if rank == sender:
@@ -209,7 +209,7 @@ def on_this_rank(job: Job, directory: Path) -> list[Result]:
 def measure(job: Job) -> list[Result]:
     """All schedules on one process per rank, all of them gone when this returns or raises."""
     with tempfile.TemporaryDirectory() as directory:
-        return run_ranks(job.ranks, on_this_rank, job, Path(directory), timeout=job.timeout, backend=job.backend)[0]
+        return run_ranks(job.ranks, on_this_rank, job, Path(directory), timeout=TIMEOUT, backend=job.backend)[0]
 
 
 # The table.
@@ -266,7 +266,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--times", nargs="+", type=read_times, default=list(TIMES), metavar="F,I,W", help=times)
     late = "mean delay of messages, with --backend fifo_queue_per_edge; the simulated time is the median"
     add("--late", type=float, default=0.0, help=late)
-    add("--timeout", type=float, default=1800, help="seconds for each p")
     add("--json", **JSON)
     chosen = arguments.parse_args()
     chosen.microbatches = chosen.microbatches or [2 * ranks for ranks in chosen.ranks]
@@ -296,8 +295,7 @@ def main() -> int:
     results: list[Result] = []
     for ranks, microbatches in zip(arguments.ranks, arguments.microbatches, strict=True):
         print(f"measuring on {ranks} ranks ...", file=sys.stderr)
-        times = tuple(arguments.times)
-        how = arguments.unit, arguments.steps, tuple(names), times, arguments.timeout
+        how = arguments.unit, arguments.steps, tuple(names), tuple(arguments.times)
         job = Job(ranks, microbatches, *how, arguments.backend, arguments.late)
         found = measure(job)
         overhead = statistics.median(result.overhead for result in found)
