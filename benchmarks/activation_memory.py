@@ -10,10 +10,8 @@ import argparse
 import gc
 import logging
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import get_args
 
 import split_backward
@@ -90,9 +88,8 @@ def op_bytes(
 # One rank of a pipeline.
 
 
-def build_stages(name: str, job: Job, rank: int, device: torch.device) -> list[PipelineStage]:
+def build_stages(placement: Placement, job: Job, rank: int, device: torch.device) -> list[PipelineStage]:
     """This rank's stages, all of them Llama blocks and nothing else."""
-    placement = zbpipe.generate(name, job.ranks, job.microbatches).placement
     total = placement.num_stages
     size = job.size(total)
     stages = []
@@ -112,7 +109,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def rank_main(name: str, job: Job) -> int:
+def rank_main(made: Schedule, job: Job) -> int:
     """Most bytes alive in the second step of a training. The first one makes the stages ready, and every `.grad`."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
@@ -121,8 +118,8 @@ def rank_main(name: str, job: Job) -> int:
     device = device_of(job, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    stages = build_stages(name, job, rank, device)
-    schedule = zbpipe.build_pipeline_schedule(name, stages, job.microbatches, loss_fn)
+    stages = build_stages(made.placement, job, rank, device)
+    schedule = zbpipe.build_pipeline_schedule(made, stages, job.microbatches, loss_fn)
     size = SIZES[job.device]
     batch = torch.randn(job.microbatches * size.batch, size.seq, size.dim).to(device, DTYPES[device.type])
     arguments = [batch] if any(stage.is_first for stage in stages) else []
@@ -136,11 +133,11 @@ def rank_main(name: str, job: Job) -> int:
         return bytes_.peak
 
 
-def measured(name: str, job: Job) -> list[int] | str:
+def measured(schedule: Schedule, job: Job) -> list[int] | str:
     """Most bytes of each rank, one process each, or the first error."""
     backend = "nccl" if job.device == "cuda" else "gloo"
     try:
-        return run_ranks(job.ranks, rank_main, name, job, timeout=TIMEOUT, backend=backend)
+        return run_ranks(job.ranks, rank_main, schedule, job, timeout=TIMEOUT, backend=backend)
     except RankError as error:
         return _innermost(str(error))
 
@@ -256,11 +253,8 @@ def measure(name: str, job: Job, stages: StageBytes) -> Result:
         return result
     result.seconds = zbpipe.simulate(schedule, costs).makespan
     result.predicted = predicted(schedule, costs)
-    with tempfile.TemporaryDirectory() as directory:
-        # From a table, so that torch's schedules send and receive as zbpipe's do.
-        table = Path(directory, f"{name}.csv")
-        table.write_text(schedule.to_csv())
-        found = measured(str(table), job)
+    # Not by name, so that torch's schedules send and receive as zbpipe's do.
+    found = measured(schedule, job)
     if isinstance(found, str):
         result.error = found
     else:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import argparse
 import random
-import re
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -27,7 +24,7 @@ from ranks import run_ranks
 from sleeping import Ran, Runner, sleep_until
 
 import zbpipe
-from zbpipe import CostModel, OpKind, Placement
+from zbpipe import CostModel, OpKind, Placement, Schedule
 from zbpipe.costs.model import Receives
 from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
 from zbpipe.schedule.registry import resolve
@@ -38,11 +35,9 @@ Times = tuple[float, float, float] | Checkpointing
 transformer's, whose memory decides what ZB and ZBLoop run."""
 
 
-Limit = Callable[[int], float]
-"""Microbatches that a rank may hold in a plan, by the number of ranks."""
-
-PLANS: dict[str, Limit] = {"plan, p": lambda p: p, "plan, p/2+1.5": lambda p: p / 2 + 1.5}
-PLANNED: dict[str, Limit] = PLANS | {"plan, 2p": lambda p: 2 * p}
+PLANS: dict[str, Callable[[int], float]] = {"plan, p": lambda p: p, "plan, p/2+1.5": lambda p: p / 2 + 1.5}
+"""By plan the microbatches that a rank may hold, by the number of ranks."""
+PLANNED = PLANS | {"plan, 2p": lambda p: 2 * p}
 NAMED = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "ZBV", "VHalf", "VMin")
 BASELINE = "1F1B"
 TIMES: tuple[Times, ...] = ((1, 1, 1), (1, 1.2, 0.8), (1, 2, 1))
@@ -105,22 +100,21 @@ def uniform_costs(placement: Placement, times: Times, unit: float, latency: floa
     return CostModel.uniform(placement, *(unit * time for time in times), comm=latency)
 
 
-def source_of(name: str, job: Job, costs: Callable[[Placement], CostModel], directory: Path) -> str:
-    """The schedule's name, or the CSV file of a plan or of NAME:v, which rank 0 makes for all."""
+def source_of(name: str, job: Job, costs: Callable[[Placement], CostModel]) -> str | Schedule:
+    """The schedule's name; or a plan, or the schedule of NAME:v, which rank 0 makes for all."""
     name, stages = split_name(name)
     if name not in PLANNED and stages is None:
         return name
-    file = directory / f"{re.sub('[^A-Za-z0-9.+]+', '-', name)}-{stages}.csv"
+    made: list[Any] = [None]
     if dist.get_rank() == 0:
         size = job.ranks, job.microbatches
         if name in PLANNED:
-            schedule = zbpipe.plan(*size, costs, PLANNED[name](job.ranks)).schedule
+            made = [zbpipe.plan(*size, costs, PLANNED[name](job.ranks)).schedule]
         else:
             placement = resolve(name).place(job.ranks, stages)
-            schedule = zbpipe.generate(name, *size, stages_per_rank=stages, costs=costs(placement))
-        file.write_text(schedule.to_csv())
-    dist.barrier()
-    return str(file)
+            made = [zbpipe.generate(name, *size, stages_per_rank=stages, costs=costs(placement))]
+    dist.broadcast_object_list(made)
+    return made[0]
 
 
 def split_name(name: str) -> tuple[str, int | None]:
@@ -129,7 +123,7 @@ def split_name(name: str) -> tuple[str, int | None]:
     return name, int(stages) if stages else None
 
 
-def simulated(source: str, job: Job, costs: CostModel, overhead: float = 0.0) -> float:
+def simulated(source: str | Schedule, job: Job, costs: CostModel, overhead: float = 0.0) -> float:
     """Seconds of a step, by the simulator, if each op takes `overhead` longer than it sleeps."""
     schedule = zbpipe.generate(source, job.ranks, job.microbatches, costs=costs)
     split = any(op.kind is OpKind.W for ops in schedule for op in ops)
@@ -175,7 +169,7 @@ def overhead_of(steps: Sequence[Sequence[Ran]]) -> float:
     return statistics.median(within) + statistics.median(between)
 
 
-def on_this_rank(job: Job, directory: Path) -> list[Result]:
+def on_this_rank(job: Job) -> list[Result]:
     """All schedules with all times, in rounds of one step each, whose order changes. All ranks find the same."""
     latency = message_seconds()
     if job.late:
@@ -185,7 +179,7 @@ def on_this_rank(job: Job, directory: Path) -> list[Result]:
     shuffled, results = random.Random(0), []
     for times in job.times:
         costs = partial(uniform_costs, times=times, unit=job.unit, latency=latency)
-        sources = {name: source_of(name, job, costs, directory) for name in job.schedules}
+        sources = {name: source_of(name, job, costs) for name in job.schedules}
         placed = {name: costs(resolve(source).place(job.ranks)) for name, source in sources.items()}
         runners = {
             name: Runner(source, placed[name], job.microbatches, name.partition("@")[2] or None)  # the receives' place
@@ -204,12 +198,6 @@ def on_this_rank(job: Job, directory: Path) -> list[Result]:
             seconds = measured[name], expected, longer, latency, overhead
             results.append(Result(job.ranks, job.microbatches, times, name, *seconds))
     return results
-
-
-def measure(job: Job) -> list[Result]:
-    """All schedules on one process per rank, all of them gone when this returns or raises."""
-    with tempfile.TemporaryDirectory() as directory:
-        return run_ranks(job.ranks, on_this_rank, job, Path(directory), timeout=TIMEOUT, backend=job.backend)[0]
 
 
 # The table.
@@ -297,7 +285,7 @@ def main() -> int:
         print(f"measuring on {ranks} ranks ...", file=sys.stderr)
         how = arguments.unit, arguments.steps, tuple(names), tuple(arguments.times)
         job = Job(ranks, microbatches, *how, arguments.backend, arguments.late)
-        found = measure(job)
+        found: list[Result] = run_ranks(ranks, on_this_rank, job, timeout=TIMEOUT, backend=job.backend)[0]
         overhead = statistics.median(result.overhead for result in found)
         print(
             f"{ranks} ranks: {1000 * found[0].latency:.2f} ms a message, {1000 * overhead:.2f} ms an op beside its"
