@@ -212,36 +212,21 @@ def error(row: Row, predicted: float) -> float:
     return predicted - row.published if row.metric == "bubble" else predicted / row.published - 1
 
 
-@dataclass(frozen=True)
-class Group:
-    """Errors of the rows of one table, in percent or percentage points."""
-
-    name: str
-    kind: str
-    errors: tuple[float, ...]
-    fitted: bool
-
-    @property
-    def cells(self) -> list[str]:
-        unit = "points" if self.name.endswith("bubble") else "%"
-        mean, worst = fmean(map(abs, self.errors)), max(self.errors, key=abs)
-        return [
-            self.name,
-            self.kind,
-            str(len(self.errors)),
-            f"{mean:.2f} {unit}" if unit == "points" else f"{mean:.1f} %",
-            f"{worst:+.2f}" if unit == "points" else f"{worst:+.1f} %",
-            "fitted" if self.fitted else "",
-        ]
-
-
-def groups(found: Iterable[tuple[Row, float]]) -> list[Group]:
-    """The errors by source, table and metric, and where schedules of Megatron and of the paper differ, by schedule."""
+def summary(found: Iterable[tuple[Row, float]]) -> list[list[str]]:
+    """The errors by source, table and metric, and where schedules of Megatron and of the paper differ, by schedule. In
+    percentage points for bubbles, else in percent."""
     by_group: dict[tuple[str, str, bool], list[float]] = {}
     for row, predicted in found:
         name = f"{row.group} ({row.schedule})" if row.group.endswith("table 4, ratio") else row.group
         by_group.setdefault((name, row.kind, row.is_fitted), []).append(100 * error(row, predicted))
-    return [Group(name, kind, tuple(errors), fitted) for (name, kind, fitted), errors in by_group.items()]
+    lines = []
+    for (name, kind, fitted), errors in by_group.items():
+        mean, worst = fmean(map(abs, errors)), max(errors, key=abs)
+        shown = [f"{mean:.1f} %", f"{worst:+.1f} %"]
+        if name.endswith("bubble"):
+            shown = [f"{mean:.2f} points", f"{worst:+.2f}"]
+        lines.append([name, kind, str(len(errors)), *shown, "fitted" if fitted else ""])
+    return lines
 
 
 _LOW, _HIGH, _SIZE, _LEFT, _TOP = 0.84, 1.56, 460, 56, 12
@@ -327,7 +312,7 @@ def main() -> None:
     write_results(found)
     PICTURE.write_text(draw([(row, each) for row, each in found if row.metric == "ratio"]))
     heads = ["source, table, figure", "class", "rows", "mean error", "worst", ""]
-    print(markdown(heads, [each.cells for each in groups(found)]))
+    print(markdown(heads, summary(found)))
     jobs = [(job, published_jobs.predict(job)) for job in published_jobs.read_jobs()]
     published_jobs.write_results(jobs)
     heads = ["jobs", "", "number", "bias", "mean error", "within the range"]
