@@ -139,13 +139,6 @@ def begin_op(kind: str, stage: int, microbatch: int, compute: Callable[[], Any])
     return compute()
 
 
-def emulate_streams() -> None:
-    """Have FSDP2 use streams that take time, in this process."""
-    cpu: Any = torch.cpu
-    cpu.Stream = Stream
-    cpu._current_stream = cpu._default_cpu_stream = Computation()
-
-
 @dataclass(frozen=True)
 class Job:
     ranks: int
@@ -252,7 +245,9 @@ def simulate(schedule: Schedule, costs: CostModel, mode: FsdpMode) -> float:
 
 def on_this_rank(job: Job) -> list[Result]:
     """All schedules, times and collectives, in rounds of one step each."""
-    emulate_streams()
+    cpu: Any = torch.cpu  # FSDP2 gets streams that take time
+    cpu.Stream = Stream
+    cpu._current_stream = cpu._default_cpu_stream = Computation()
     mesh, results = init_device_mesh("cpu", (job.ranks, DATA), mesh_dim_names=("pp", "dp")), []
     for times in job.times:
         for name in job.schedules:

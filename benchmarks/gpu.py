@@ -311,7 +311,7 @@ def waits(machine: Machine) -> Iterator[Line]:
                 if kind == "copy" and not machine.has_gpu:
                     yield Line("waits", what, UNTRIED)
                     continue
-                found = measure(machine.device, Link(machine.device, milliseconds, kind), "own", parts, rounds)
+                found = measure(machine.device, Link(machine.device, milliseconds, kind), parts, rounds)
                 gains[kind] = max(gains.get(kind, 0.0), found.gain)
                 yield Line("waits", what, "PASS" if found.is_equal else "FAIL", str(found), found._asdict())
         if machine.has_gpu:

@@ -46,10 +46,8 @@ _SCHEDULES = ("ZBH1", "1F1B")
 def measure_stages(config: Any, steps: int, memory_limit: MemoryLimitLike | None) -> JobCosts:
     """Costs of all stages of a job's schedule, measured on this device only.
 
-    Args:
-        config: TorchTitan's config. Tensor parallelism and data parallelism are ignored.
-        steps: number of steps to time, per stage and schedule.
-        memory_limit: the job's limit, by which ZB chooses its stages.
+    Tensor parallelism and data parallelism are ignored. `steps` are timed per stage and schedule. By the `memory_limit`
+    ZB chooses its stages.
 
     Raises:
         ImportError: TorchTitan is version 0.2.
