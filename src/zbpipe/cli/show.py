@@ -87,13 +87,9 @@ def show(
     costs = request.costs
     timeline = request.simulate(transport=costs.transport(transport))
     if svg_file is not None:
-        from zbpipe.views.svg import svg
-
-        svg_file.write_text(svg(timeline, drawn_with=costs.words), encoding="utf-8")
+        timeline.svg(svg_file, costs.words)
     if html_file is not None:
-        from zbpipe.views.html import html
-
-        html_file.write_text(html(timeline, costs.words), encoding="utf-8")
+        timeline.html(html_file, costs.words)
     if perfetto_file is not None:
         from zbpipe.views.perfetto import write_perfetto
 
