@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from click.core import ParameterSource
@@ -30,7 +30,6 @@ from zbpipe.simulator.validation import validate
 if TYPE_CHECKING:
     from zbpipe.views.report import ComparedSchedule
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 Times = tuple[float, float, float]
 
 
@@ -48,9 +47,7 @@ class Costs:
     usual: Transport = Transport.IDEAL
     room: tuple[float, ...] | None = None
     placement: Placement | None = None
-    """ZB's in that job."""
-    stages: int | None = None
-    """Stages per rank of ZB and ZBLoop in that job."""
+    """ZB's in that job, also for the stages per rank of ZBLoop."""
     sizes: tuple[Any, ...] = ()
     """Of the microbatches, from `--sizes`."""
 
@@ -72,7 +69,7 @@ class Costs:
         if not algorithm.chooses_stages:
             return None
         if self.job is None:
-            return self.stages or USUAL_STAGES
+            return len(self.placement.stages_on(0)) if self.placement else USUAL_STAGES
         costs = self.job.costs
         each = stages_for(len(costs.layers), ranks)[0] if isinstance(costs, LayerCosts) else costs.num_stages // ranks
         return max(each, 1)
@@ -161,15 +158,7 @@ def _of_job(job: JobOptions, context: click.Context) -> Costs:
     of, zb, placement, room = job_costs(workload, device, **job.rates)
     words = f"costs of {workload.name} ({workload.degrees}) on {device.name}; memory limit: what the weights leave"
     words += "" if zb.name == "ZB" else f"; a job with ZB runs {zb.name}"
-    about = (workload.checkpointing, size, device.transport, room, placement, len(placement.stages_on(0)))
-    return Costs(of, words, None, None, *about)
-
-
-def _from_file(file: Path, context: click.Context) -> Costs:
-    """The cost file. Raises for other options that contradict it."""
-    _require_alone(context, f"--costs-file {file}", *_OF_COSTS)
-    job = load_costs(file)
-    return Costs(job.on, f"costs of {file}", job, file)
+    return Costs(of, words, None, None, workload.checkpointing, size, device.transport, room, placement)
 
 
 def _times(text: str) -> Times | None:
@@ -216,7 +205,7 @@ sizes_option = click.option(
 )
 
 
-def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_Function], _Function]:
+def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[..., Any]:
     """Decorator for the cost options, which the command gets as one argument `costs`. `of_job`: include a job's."""
     add_options = options(
         click.option(
@@ -275,25 +264,27 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
         sizes_option,
     )
 
-    def add(command: _Function) -> _Function:
+    def add(command: Callable[..., Any]) -> Any:
         @wraps(command)
         def with_costs(*, costs_file: Path | None, job: JobOptions | None = None, **given: Any) -> Any:
             others = {name: each for name in ("sizes", "fill_waits") if (each := given.pop(name)) is not None}
-            chosen = typical(*map(given.pop, _OF_COSTS))
+            chosen, context = typical(*map(given.pop, _OF_COSTS)), click.get_current_context()
             if costs_file:
-                chosen = _from_file(costs_file, click.get_current_context())
+                _require_alone(context, f"--costs-file {costs_file}", *_OF_COSTS)
+                loaded = load_costs(costs_file)
+                chosen = Costs(loaded.on, f"costs of {costs_file}", loaded, costs_file)
             if job and job.gpus is not None:
-                chosen = _of_job(job, click.get_current_context())
+                chosen = _of_job(job, context)
             elif job:
                 job.require_no_arguments("; name the --gpus of a job of TorchTitan")
             return command(costs=chosen.having(**others) if others else chosen, **given)
 
-        return add_options(job_options(with_costs) if of_job else with_costs)  # type: ignore[return-value]
+        return add_options(job_options(with_costs) if of_job else with_costs)
 
     return add
 
 
-def limit_option(what: str, spellings: str = SPELLINGS) -> Callable[[_Function], _Function]:
+def limit_option(what: str, spellings: str = SPELLINGS) -> Callable[..., Any]:
     return click.option(
         "--memory-limit", callback=parse_with(MemoryLimit.parse), metavar="X", help=f"{what}: {spellings}."
     )
