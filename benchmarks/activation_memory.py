@@ -133,15 +133,6 @@ def rank_main(made: Schedule, job: Job) -> int:
         return bytes_.peak
 
 
-def measured(schedule: Schedule, job: Job) -> list[int] | str:
-    """Most bytes of each rank, one process each, or the first error."""
-    backend = "nccl" if job.device == "cuda" else "gloo"
-    try:
-        return run_ranks(job.ranks, rank_main, schedule, job, timeout=TIMEOUT, backend=backend)
-    except RankError as error:
-        return _innermost(str(error))
-
-
 def _innermost(traceback: str) -> str:
     """The first error of a chain: torch wraps what happened into its own error and a dump of the stage's tensors."""
     errors = [line for line in traceback.splitlines() if line.split(":")[0].endswith(("Error", "Exception"))]
@@ -253,12 +244,11 @@ def measure(name: str, job: Job, stages: StageBytes) -> Result:
         return result
     result.seconds = zbpipe.simulate(schedule, costs).makespan
     result.predicted = predicted(schedule, costs)
-    # Not by name, so that torch's schedules send and receive as zbpipe's do.
-    found = measured(schedule, job)
-    if isinstance(found, str):
-        result.error = found
-    else:
-        result.ranks = found
+    backend = "nccl" if job.device == "cuda" else "gloo"
+    try:  # not by name, so that torch's schedules send and receive as zbpipe's do
+        result.ranks = run_ranks(job.ranks, rank_main, schedule, job, timeout=TIMEOUT, backend=backend)
+    except RankError as error:
+        result.error = _innermost(str(error))
     return result
 
 

@@ -420,8 +420,10 @@ GPU_CELLS = [
 
 def ranks(machine: Machine) -> Iterator[Line]:
     """Ranks in processes of their own, NCCL's order of messages, and the gradients of the model in one piece."""
-    plain, gpu = ([cell for cell in cells if cell.ranks in machine.ranks] for cells in (PLAIN_CELLS, GPU_CELLS))
-    for together in _started_together([*plain, *(gpu if machine.has_gpu else [])]):
+    plain, gpu = ([cell for cell in some if cell.ranks in machine.ranks] for some in (PLAIN_CELLS, GPU_CELLS))
+    cells = [*plain, *(gpu if machine.has_gpu else [])]
+    for processes in dict.fromkeys((cell.processes, cell.sanitized) for cell in cells):
+        together = [cell for cell in cells if (cell.processes, cell.sanitized) == processes]
         try:
             errors = _on_ranks(together, machine.device)
         except Exception as failure:
@@ -433,12 +435,6 @@ def ranks(machine: Machine) -> Iterator[Line]:
             yield Line("ranks", str(cell), "PASS" if error < 1e-4 else "FAIL", text, {"error": error})
     if not machine.has_gpu:
         yield from (Line("ranks", str(cell), UNTRIED) for cell in gpu)
-
-
-def _started_together(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """What the same processes can run."""
-    kinds = dict.fromkeys((cell.processes, cell.sanitized) for cell in cells)
-    return [[cell for cell in cells if (cell.processes, cell.sanitized) == kind] for kind in kinds]
 
 
 def _on_ranks(cells: Sequence[Cell], device: torch.device) -> list[float]:

@@ -64,12 +64,6 @@ TWELVE = [
 ]
 
 
-def schedules_of_configs() -> dict[str, str]:
-    """By name, out of the source: its import needs TorchTitan."""
-    text = (ROOT / "titan_integration" / "llama3.py").read_text()
-    return dict(re.findall(r"^def (\w+)\(\).*?return _pipelined\(.*?, \"(\w+)\"", text, re.MULTILINE | re.DOTALL))
-
-
 def rule(how: str, tensor: int) -> str:
     """README's schedule for a job with Interleaved1F1B now: the table's column is without TP, or with TP 8."""
     (row,) = re.findall(rf"^\| {how} \| Interleaved1F1B \| (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
@@ -83,7 +77,9 @@ def answers(model: str, kind: str, gpus: int, ranks: int, tensor: int, how: str,
     found = estimate(replace(work, schedule="Interleaved1F1B", cut=None), kind, only=[])
     assert found.advice is not None
     assert found.best is not None
-    ready = [schedules_of_configs()[config]] if config else []
+    text = (ROOT / "titan_integration" / "llama3.py").read_text()  # its import needs TorchTitan
+    pairs = re.findall(r"^def (\w+)\(\).*?return _pipelined\(.*?, \"(\w+)\"", text, re.MULTILINE | re.DOTALL)
+    ready = [dict(pairs)[config]] if config else []
     return [rule(how, tensor), found.best.schedule, *ready], found.advice.sentence
 
 

@@ -134,7 +134,11 @@ class MiddleStage:
         modules = [nn.RMSNorm(size.dim, **options), self.blocks, nn.Identity()]
         stages = [PipelineStage(module, index, 3, device) for index, module in enumerate(modules)]
         self.stage = stages[1]
-        _first_step(stages, self.x)
+        # One step of a schedule: the public way to make stages ready. It leaves a `.grad` in every weight.
+        schedule = ScheduleInterleaved1F1B(
+            list(stages), n_microbatches=1, loss_fn=lambda one, other: (one * other).sum()
+        )
+        schedule.step(self.x, target=torch.ones_like(self.x))
         if contender == "zbpipe":
             split_backward([self.stage], "deferred")
 
@@ -162,14 +166,6 @@ class MiddleStage:
                 self.stage.release_fwd_send_outputs(0)
         elif action in ("B", "I"):
             self.stage.get_local_bwd_output(0)
-
-
-def _first_step(stages: Sequence[PipelineStage], x: Tensor) -> None:
-    """One step of a schedule: the public way to make stages ready. It leaves a `.grad` in every weight."""
-    schedule = ScheduleInterleaved1F1B(
-        list(stages), n_microbatches=1, loss_fn=lambda output, target: (output * target).sum()
-    )
-    schedule.step(x, target=torch.ones_like(x))
 
 
 def timed_pass(stage: MiddleStage, actions: Sequence[Action], device: torch.device) -> Seconds:
