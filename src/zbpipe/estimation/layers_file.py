@@ -64,7 +64,13 @@ def _layer(table: dict[str, Any], name: str) -> LayerWork:
     modules = table["modules"]
     if not isinstance(modules, list) or not modules or not all(isinstance(each, str) for each in modules):
         raise ValueError(f"{name} modules = {modules!r}: expected a list of names, for example ['layers.0']")
-    numbers: dict[str, Any] = {key: amount(name, key, value) for key, value in table.items() if key != "modules"}
-    working = tuple((kind, numbers.pop(key, 0.0)) for key, kind in _WORKING.items())
-    numbers |= {key: tuple(numbers.pop(f"{key}_{kind}", 0.0) for kind in "fi") for key in ("attention", "traffic")}
-    return LayerWork(tuple(modules), **{"waits": numbers["activations"]} | numbers, working=working)
+    numbers = {key: amount(name, key, value) for key, value in table.items() if key != "modules"}
+    f, i, w, parameters, activations = (numbers[key] for key in _AMOUNTS)
+    return LayerWork(
+        *(tuple(modules), f, i, w, parameters, activations),
+        waits=numbers.get("waits", numbers["activations"]),
+        working=tuple((kind, numbers.get(key, 0.0)) for key, kind in _WORKING.items()),
+        attention=(numbers.get("attention_f", 0.0), numbers.get("attention_i", 0.0)),
+        traffic=(numbers.get("traffic_f", 0.0), numbers.get("traffic_i", 0.0)),
+        keys=numbers.get("keys", 0.0),
+    )
