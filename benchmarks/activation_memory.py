@@ -10,10 +10,8 @@ import argparse
 import gc
 import logging
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import get_args
 
 import split_backward
@@ -42,6 +40,8 @@ SIZES = {
     "cpu": Size(dim=128, seq=512, batch=1, head_dim=64),
     "cuda": Size(dim=4096, seq=4096, batch=1, head_dim=128),
 }
+TIMEOUT = 300
+"""Seconds for one schedule."""
 GOAL = 0.05
 """Largest deviation of the worst rank from its prediction."""
 KEEPS_OUTPUTS = not hasattr(PipelineStage, "release_fwd_send_outputs")
@@ -50,16 +50,12 @@ KEEPS_OUTPUTS = not hasattr(PipelineStage, "release_fwd_send_outputs")
 
 @dataclass(frozen=True)
 class Job:
-    """What all schedules train."""
-
     checkpointing: Checkpointing
     ranks: int
     microbatches: int
     layers: int
     """Blocks in all stages together."""
     device: str
-    timeout: float
-    """Seconds for one schedule."""
 
     @property
     def message_bytes(self) -> int:
@@ -68,13 +64,11 @@ class Job:
         return whole.batch * whole.seq * whole.dim * DTYPES[self.device].itemsize
 
     def size(self, stages: int) -> Size:
-        """One of so many stages."""
         whole = SIZES[self.device]
         return Size(whole.dim, whole.seq, whole.batch, whole.head_dim, blocks=self.layers // stages)
 
 
 def device_of(job: Job, rank: int) -> torch.device:
-    """One GPU for each rank, or the CPU for all."""
     return torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
 
 
@@ -94,9 +88,8 @@ def op_bytes(
 # One rank of a pipeline.
 
 
-def build_stages(name: str, job: Job, rank: int, device: torch.device) -> list[PipelineStage]:
+def build_stages(placement: Placement, job: Job, rank: int, device: torch.device) -> list[PipelineStage]:
     """This rank's stages, all of them Llama blocks and nothing else."""
-    placement = zbpipe.generate(name, job.ranks, job.microbatches).placement
     total = placement.num_stages
     size = job.size(total)
     stages = []
@@ -116,7 +109,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def rank_main(name: str, job: Job) -> int:
+def rank_main(made: Schedule, job: Job) -> int:
     """Most bytes alive in the second step of a training. The first one makes the stages ready, and every `.grad`."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
@@ -125,8 +118,8 @@ def rank_main(name: str, job: Job) -> int:
     device = device_of(job, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    stages = build_stages(name, job, rank, device)
-    schedule = zbpipe.build_pipeline_schedule(name, stages, job.microbatches, loss_fn)
+    stages = build_stages(made.placement, job, rank, device)
+    schedule = zbpipe.build_pipeline_schedule(made, stages, job.microbatches, loss_fn)
     size = SIZES[job.device]
     batch = torch.randn(job.microbatches * size.batch, size.seq, size.dim).to(device, DTYPES[device.type])
     arguments = [batch] if any(stage.is_first for stage in stages) else []
@@ -138,15 +131,6 @@ def rank_main(name: str, job: Job) -> int:
     with meter(device) as bytes_:
         schedule.step(*arguments, target=target, return_outputs=False)
         return bytes_.peak
-
-
-def measured(name: str, job: Job) -> list[int] | str:
-    """Most bytes of each rank, one process each, or the first error."""
-    backend = "nccl" if job.device == "cuda" else "gloo"
-    try:
-        return run_ranks(job.ranks, rank_main, name, job, timeout=job.timeout, backend=backend)
-    except RankError as error:
-        return _innermost(str(error))
 
 
 def _innermost(traceback: str) -> str:
@@ -197,7 +181,6 @@ def schedule_of(name: str, job: Job, stages: StageBytes) -> tuple[Schedule, Cost
 
 
 def predicted(schedule: Schedule, costs: CostModel) -> list[float]:
-    """Bytes by rank."""
     # The runtime knows no costs when it places the receives.
     rows = rows_of(zbpipe.simulate(schedule, default_costs(schedule.placement)))
     if KEEPS_OUTPUTS:  # so what is under way counts already
@@ -216,8 +199,6 @@ def _without_forward_sends(row: Sequence[Action]) -> Iterator[Action]:
 
 @dataclass(kw_only=True)
 class Result:
-    """One line of the table."""
-
     schedule: str
     checkpointing: Checkpointing
     ranks: list[int] = field(default_factory=list)
@@ -230,7 +211,6 @@ class Result:
 
     @property
     def peak(self) -> int:
-        """Of the worst rank."""
         return max(self.ranks, default=0)
 
     @property
@@ -256,7 +236,6 @@ def measure_stages(job: Job) -> StageBytes:
 
 
 def measure(name: str, job: Job, stages: StageBytes) -> Result:
-    """Run one schedule, and predict what it did."""
     result = Result(schedule=name, checkpointing=job.checkpointing)
     try:
         schedule, costs = schedule_of(name, job, stages)
@@ -265,15 +244,11 @@ def measure(name: str, job: Job, stages: StageBytes) -> Result:
         return result
     result.seconds = zbpipe.simulate(schedule, costs).makespan
     result.predicted = predicted(schedule, costs)
-    with tempfile.TemporaryDirectory() as directory:
-        # From a table, so that torch's schedules send and receive as zbpipe's do.
-        table = Path(directory, f"{name}.csv")
-        table.write_text(schedule.to_csv())
-        found = measured(str(table), job)
-    if isinstance(found, str):
-        result.error = found
-    else:
-        result.ranks = found
+    backend = "nccl" if job.device == "cuda" else "gloo"
+    try:  # not by name, so that torch's schedules send and receive as zbpipe's do
+        result.ranks = run_ranks(job.ranks, rank_main, schedule, job, timeout=TIMEOUT, backend=backend)
+    except RankError as error:
+        result.error = _innermost(str(error))
     return result
 
 
@@ -285,7 +260,6 @@ def _mib(number: float) -> str:
 
 
 def schedule_table(results: Sequence[Result]) -> str:
-    """Bytes in MiB."""
     ranks = [f"rank {rank}" for rank in range(max(len(result.ranks) for result in results))]
     heads = ["checkpointing", "schedule", *ranks, "share", "predicted", "deviation", "step"]
     return markdown(heads, (_cells(result, results) for result in results), left=2)
@@ -315,7 +289,6 @@ def parse_arguments() -> argparse.Namespace:
     arguments.add_argument("--microbatches", type=int, default=16)
     arguments.add_argument("--layers", type=int, default=16, help="blocks of the whole model")
     arguments.add_argument("--device", choices=list(SIZES), help="cuda if there is a GPU for each rank")
-    arguments.add_argument("--timeout", type=float, default=300, help="seconds for one schedule")
     arguments.add_argument("--json", **JSON)
     chosen = arguments.parse_args()
     if chosen.ranks < 1 or chosen.layers % (2 * chosen.ranks):
@@ -333,8 +306,7 @@ def main() -> int:
     stages: dict[Checkpointing, StageBytes] = {}
     with single_rank():  # for the stages that are measured alone
         for checkpointing in arguments.checkpointing:
-            sizes = (arguments.ranks, arguments.microbatches, arguments.layers)
-            job = Job(checkpointing, *sizes, device, arguments.timeout)
+            job = Job(checkpointing, arguments.ranks, arguments.microbatches, arguments.layers, device)
             stages[checkpointing] = measure_stages(job)
             for name in names:
                 print(f"measuring {name}, checkpointing {checkpointing} ...", file=sys.stderr)
@@ -345,7 +317,6 @@ def main() -> int:
 
 
 def missed(result: Result) -> bool:
-    """Whether the measured bytes deviate from the predicted ones by more than the goal."""
     return result.deviation is not None and abs(result.deviation) > GOAL
 
 

@@ -5,12 +5,10 @@ Llama 3 8B without tensor parallelism and 70B with TP 8, both with 8 pipeline ra
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
-from typing import Any
 
 from harness import markdown
-from published_jobs import read_jobs, workload
+from published_jobs import like_titan
 from recommended import JOBS
 
 from zbpipe import simulate
@@ -27,9 +25,8 @@ CUTS = ("equal work", "equal numbers", "zbpipe's")
 
 def steps(size: str, how: str, microbatches: int, name: str, stages: int) -> list[float]:
     """Step of ZB or ZBLoop with each cut, relative to Interleaved1F1B with equal numbers of layers."""
-    like = next(each for each in read_jobs() if each.id == "titan-8b-8")
-    size_of: dict[str, Any] = {"gpus": 64, "p": RANKS, "tp": JOBS[size], "v": 1, "m": microbatches}
-    cut = WorkloadCut(workload(replace(like, model=f"Llama 3 {size}", checkpointing=how, **size_of)))
+    of_job = {"gpus": 64, "p": RANKS, "tp": JOBS[size], "v": 1, "m": microbatches}
+    cut = WorkloadCut(like_titan(model=f"Llama 3 {size}", checkpointing=how, **of_job))
     device = rates(find("H200"))
     layers = device.layer_costs(cut.workload)
     placement = resolve(name).place(RANKS, stages)

@@ -65,15 +65,12 @@ class FifoGroup(dist.ProcessGroup):
         """Seconds by which the next message that this rank receives is late, though it holds up none behind it."""
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Message:
-        """Post a send to rank `peer` of this group."""
         return self._posted([_Send(tensors[0], peer, tag)])
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Message:
-        """Post a receive from rank `peer` of this group."""
         return self._posted([_Receive(tensors[0], peer, tag)])
 
     def batch(self, operations: list[dist.P2POp]) -> Message:
-        """Post them together."""
         kinds = {dist.isend: _Send, dist.irecv: _Receive}
         return self._posted([kinds[each.op](each.tensor, each.group_peer, each.tag) for each in operations])
 
@@ -147,7 +144,6 @@ class Message(dist.Work):
         self._limit = limit
 
     def is_completed(self) -> bool:
-        """Whether all is over."""
         return all(each.done() for each in self._running)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -272,7 +268,6 @@ class _Receive(_Transfer):
 
 
 def spoil(tensor: Tensor) -> None:
-    """Fill it with NaN, or with the largest integer."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.data.fill_(float("nan"))
     else:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.pipelining import PipelineStage
-from wall_clock import Times, in_words, read_times, uniform_costs
+from wall_clock import TIMEOUT, Times, in_words, read_times, uniform_costs
 
 import zbpipe
 from zbpipe import CostModel, OpKind, Schedule
@@ -84,8 +84,6 @@ class Computation(Stream):
 
 
 class Layer(SleepingLayer):
-    """A layer that sleeps on the stream of computations."""
-
     def _sleep(self, kind: OpKind) -> None:
         stream: Any = torch.cpu.current_stream()
         stream.wait_until(stream.free_at + self.seconds[kind])
@@ -110,8 +108,6 @@ class SleepingReduceScatter(DefaultReduceScatter):
 
 
 class SleepingAllGather(DefaultAllGather):
-    """A gather that takes `seconds`."""
-
     seconds = 0.0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,17 +139,8 @@ def begin_op(kind: str, stage: int, microbatch: int, compute: Callable[[], Any])
     return compute()
 
 
-def emulate_streams() -> None:
-    """Have FSDP2 use streams that take time, in this process."""
-    cpu: Any = torch.cpu
-    cpu.Stream = Stream
-    cpu._current_stream = cpu._default_cpu_stream = Computation()
-
-
 @dataclass(frozen=True)
 class Job:
-    """What one set of processes measures."""
-
     ranks: int
     """Pipeline ranks."""
     schedules: tuple[str, ...]
@@ -220,7 +207,6 @@ class Runner:
                 layer.seconds = {kind: costs.of(index, kind).seconds / job.layers for kind in layer.seconds}
 
     def run(self) -> None:
-        """Run a step."""
         with hooks.hook(self.schedule, hooks.HookOrder.RECORD, begin_op):
             self.step()
 
@@ -237,7 +223,6 @@ class Runner:
 
 
 def find_costs(name: str, times: Times, collectives: float, job: Job) -> CostModel:
-    """Costs of the schedule's stages."""
     place = resolve("ZBV" if name == "plan" else name).place(job.ranks)
     costs = uniform_costs(place, times, job.unit, 0.0)
     by_stage = tuple(collectives * costs.of(stage, OpKind.W).seconds for stage in range(costs.num_stages))
@@ -254,14 +239,15 @@ def find_schedule(name: str, costs: CostModel, job: Job) -> Schedule:
 
 
 def simulate(schedule: Schedule, costs: CostModel, mode: FsdpMode) -> float:
-    """Simulated seconds of a step."""
     costs = gather_in_each_op(costs) if mode == "reshard" else costs
     return zbpipe.simulate(schedule, costs, overlaps_fsdp=mode != "torch").makespan
 
 
 def on_this_rank(job: Job) -> list[Result]:
     """All schedules, times and collectives, in rounds of one step each."""
-    emulate_streams()
+    cpu: Any = torch.cpu  # FSDP2 gets streams that take time
+    cpu.Stream = Stream
+    cpu._current_stream = cpu._default_cpu_stream = Computation()
     mesh, results = init_device_mesh("cpu", (job.ranks, DATA), mesh_dim_names=("pp", "dp")), []
     for times in job.times:
         for name in job.schedules:
@@ -307,7 +293,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--unit", type=float, default=0.2, help="seconds of a time of 1")
     add("--steps", type=int, default=3, help="measured of each kind")
     add("--modes", nargs="+", choices=get_args(FsdpMode), default=["overlap", "torch"], help="of FSDP2's collectives")
-    add("--timeout", type=float, default=1800)
     add("--json", **JSON)
     return arguments.parse_args()
 
@@ -318,7 +303,7 @@ def main() -> int:
     for ranks in chosen.ranks:
         lists = tuple(chosen.schedules), tuple(chosen.times), tuple(chosen.collectives)
         job = Job(ranks, *lists, chosen.layers, chosen.unit, chosen.steps, tuple(chosen.modes))
-        results += run_ranks(ranks * DATA, on_this_rank, job, timeout=chosen.timeout)[0]
+        results += run_ranks(ranks * DATA, on_this_rank, job, timeout=TIMEOUT)[0]
     print(table(results, chosen.modes))
     write_json(chosen.json, "cpu", results)
     return 0

@@ -43,7 +43,6 @@ def write_json(path: Path | None, device: torch.device | str, results: object) -
 
 
 def about(device: torch.device | str) -> dict[str, str]:
-    """Device and versions."""
     on_gpu = torch.device(device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU ({platform.machine()})",
@@ -80,7 +79,6 @@ def single_rank(rank: int = 0, ranks: int = 1) -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the work of a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -111,7 +109,6 @@ class Meter(Protocol):
 
 
 def meter(device: torch.device) -> AbstractContextManager[Meter]:
-    """The meter for tensors on `device`."""
     return _CudaMeter(device) if device.type == "cuda" else StorageMeter()
 
 

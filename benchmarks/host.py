@@ -31,8 +31,6 @@ _WIDTH = _ROWS = 16
 
 
 class Case(NamedTuple):
-    """The stages of the rank."""
-
     blocks: int
     """Of each of the rank's two stages."""
     compiled: bool = False
@@ -74,9 +72,7 @@ _EVENT = SimpleNamespace(record=lambda: None, query=lambda: True)
 """For the CPU, in place of a GPU's: zbpipe records one after each computation."""
 
 
-def step_seconds(
-    case: Case, device: torch.device, rounds: int, schedules: Sequence[str] = SCHEDULES
-) -> dict[str, HostTime]:
+def step_seconds(case: Case, device: torch.device, rounds: int) -> dict[str, HostTime]:
     """Host time of a step by schedule. The process group is one of `RANKS` fake ranks, of which this is `RANK`.
 
     The CPU's clock is the thread's. On a GPU autograd has threads of its own, so the clock is the process's, stopped
@@ -86,7 +82,7 @@ def step_seconds(
     of_cpu = patch.object(progress, "_launched_on", lambda device: progress.Launched(lambda: _EVENT))
     with of_cpu if device.type == "cpu" else nullcontext():
         # torch's own split fails on compiled blocks.
-        names = [name for name in schedules if not (case.compiled and name == "ZBVZeroBubble")]
+        names = [name for name in SCHEDULES if not (case.compiled and name == "ZBVZeroBubble")]
         steps = {name: _make(name, case, device) for name in names}
         times: dict[str, list[float]] = {name: [] for name in steps}
         for name, step in [*steps.items()] * max(rounds, 2):

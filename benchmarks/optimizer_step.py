@@ -5,20 +5,20 @@ Real schedules, processes and messages, stages that sleep (see wall_clock.py). T
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import markdown, parser
 from ranks import run_ranks
-from sleeping import Runner, sleep_until
+from sleeping import Runner, run_together
 from torch.optim import AdamW
-from wall_clock import Job, Times, in_words, message_seconds, uniform_costs
+from wall_clock import TIMEOUT, Job, Times, in_words, message_seconds, uniform_costs
 
 import zbpipe
 from zbpipe.runtime.optimizer.norm import clip
@@ -70,23 +70,18 @@ class Trained:
 
     def seconds(self, steps: int) -> float:
         """From step to step, of the slowest rank. Two steps come before, in which the ranks get out of line."""
-        self._runner._run()
-        self._step()
-        gc.collect()
-        gc.disable()
-        self._finish()
-        dist.barrier()
-        start = torch.tensor([time.monotonic() + 0.02], dtype=torch.float64)
-        dist.broadcast(start, 0)
-        sleep_until(start.item())
         ends = []
-        for _ in range(steps + 2):
-            self._runner._run()
-            self._step()
-            ends.append(time.monotonic())
-        self._finish()
-        gc.enable()
-        last = torch.tensor([ends[1], ends[-1]], dtype=torch.float64)
+
+        def run(steps: int) -> None:
+            for _ in range(steps):
+                self._runner._run()
+                self._step()
+                ends.append(time.monotonic())
+            self._finish()
+
+        run(1)
+        run_together(partial(run, steps + 2))
+        last = torch.tensor([ends[2], ends[-1]], dtype=torch.float64)
         dist.all_reduce(last, dist.ReduceOp.MAX)
         return (last[1] - last[0]).item() / steps
 
@@ -129,7 +124,7 @@ def main() -> None:
     chosen = arguments.parse_args()
     job = Job(chosen.ranks, chosen.microbatches, chosen.unit, chosen.rounds)
     times: list[Times] = [(1, 1, 1), (1, 1.2, 0.8)]
-    found = run_ranks(job.ranks, on_this_rank, chosen.schedules, times, chosen.steps, job, timeout=job.timeout)[0]
+    found = run_ranks(job.ranks, on_this_rank, chosen.schedules, times, chosen.steps, job, timeout=TIMEOUT)[0]
     print(f"torch {torch.__version__}, p = {job.ranks}, m = {job.microbatches}\n")
     print(table(found))
 

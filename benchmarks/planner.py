@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zbpipe import CostModel, Placement, Plan, plan, validate
-from zbpipe.planner.request import DEFAULT_PLACEMENTS, PLACEMENTS
+from zbpipe.planner.request import PLACEMENTS
 
 PEERS = Path(__file__).parent / "peer_frontier.csv"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of the peers' figures."""
-
     ranks: int
     microbatches: int
     times: tuple[float, float, float]
@@ -42,7 +40,6 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """All rows of peer_frontier.csv."""
     with PEERS.open() as file:
         for row in csv.DictReader(file):
             yield Cell(
@@ -71,7 +68,8 @@ def grid(budget: float | None) -> str:
 
     rows, above, missed = [], 0, 0
     for cell in cells():
-        two, first = search(cell, DEFAULT_PLACEMENTS, budget)
+        of_two = tuple(name for name, place in PLACEMENTS.items() if place(1).num_stages <= 2)
+        two, first = search(cell, of_two, budget)
         four, second = search(cell, tuple(PLACEMENTS), budget)
         best = min(two, four, key=lambda each: each.makespan)
         reached = best.makespan <= cell.wanted + 1e-9

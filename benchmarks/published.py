@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from published_jobs import block_milliseconds
+from published_jobs import block_milliseconds, write_table
 
 from zbpipe import CostModel, generate, simulate
 from zbpipe.costs.model import Transport
@@ -70,7 +70,6 @@ class Row:
 
     @property
     def group(self) -> str:
-        """Source, table and metric."""
         return ", ".join(filter(None, (self.source.split(",")[0], self.table, self.metric)))
 
     @property
@@ -110,9 +109,9 @@ _PARAMETER = 18
 _VOCABULARY = 50257
 
 
-def read_rows(file: Path = ROWS) -> list[Row]:
+def read_rows() -> list[Row]:
     """All rows. Missing numbers are 0; v is 1 where it is not given."""
-    with file.open(newline="") as lines:
+    with ROWS.open(newline="") as lines:
         return [_row(each) for each in csv.DictReader(lines)]
 
 
@@ -130,8 +129,9 @@ def predict(row: Row) -> float:
         case "bubble":
             return 1 - row.m * (row.f + row.i + row.w) / _timeline(row, row.schedule).longest_rank_span
         case "ratio":
-            best = min(_seconds(row, each) for each in _tried(row))
-            return _seconds(row, "1F1B") / best
+            # With few microbatches the paper takes the better one of its two schedules.
+            names = ("ZB1P", "ZB2P") if row.table == "table 12" else (row.schedule,)
+            return _seconds(row, "1F1B") / min(_seconds(row, each) for each in names)
         case "activations":
             return max(_timeline(row, row.schedule).peak_activations) / max(_timeline(row, "1F1B").peak_activations)
         case "memory":
@@ -142,11 +142,6 @@ def predict(row: Row) -> float:
         case "throughput":
             return 1000 * row.m * row.microbatch / row.p / _seconds(row, row.schedule, OVERHEAD)
     raise ValueError(f"unknown metric {row.metric!r}")
-
-
-def _tried(row: Row) -> tuple[str, ...]:
-    """With few microbatches the paper takes the better one of its two schedules."""
-    return ("ZB1P", "ZB2P") if row.table == "table 12" else (row.schedule,)
 
 
 def _seconds(row: Row, schedule: str, overhead: float = 0.0) -> float:
@@ -213,36 +208,21 @@ def error(row: Row, predicted: float) -> float:
     return predicted - row.published if row.metric == "bubble" else predicted / row.published - 1
 
 
-@dataclass(frozen=True)
-class Group:
-    """Errors of the rows of one table, in percent or percentage points."""
-
-    name: str
-    kind: str
-    errors: tuple[float, ...]
-    fitted: bool
-
-    @property
-    def cells(self) -> list[str]:
-        unit = "points" if self.name.endswith("bubble") else "%"
-        mean, worst = fmean(map(abs, self.errors)), max(self.errors, key=abs)
-        return [
-            self.name,
-            self.kind,
-            str(len(self.errors)),
-            f"{mean:.2f} {unit}" if unit == "points" else f"{mean:.1f} %",
-            f"{worst:+.2f}" if unit == "points" else f"{worst:+.1f} %",
-            "fitted" if self.fitted else "",
-        ]
-
-
-def groups(found: Iterable[tuple[Row, float]]) -> list[Group]:
-    """The errors by source, table and metric, and where schedules of Megatron and of the paper differ, by schedule."""
+def summary(found: Iterable[tuple[Row, float]]) -> list[list[str]]:
+    """The errors by source, table and metric, and where schedules of Megatron and of the paper differ, by schedule. In
+    percentage points for bubbles, else in percent."""
     by_group: dict[tuple[str, str, bool], list[float]] = {}
     for row, predicted in found:
         name = f"{row.group} ({row.schedule})" if row.group.endswith("table 4, ratio") else row.group
         by_group.setdefault((name, row.kind, row.is_fitted), []).append(100 * error(row, predicted))
-    return [Group(name, kind, tuple(errors), fitted) for (name, kind, fitted), errors in by_group.items()]
+    lines = []
+    for (name, kind, fitted), errors in by_group.items():
+        mean, worst = fmean(map(abs, errors)), max(errors, key=abs)
+        shown = [f"{mean:.1f} %", f"{worst:+.1f} %"]
+        if name.endswith("bubble"):
+            shown = [f"{mean:.2f} points", f"{worst:+.2f}"]
+        lines.append([name, kind, str(len(errors)), *shown, "fitted" if fitted else ""])
+    return lines
 
 
 _LOW, _HIGH, _SIZE, _LEFT, _TOP = 0.84, 1.56, 460, 56, 12
@@ -310,14 +290,12 @@ _HEADS = ("id", "class", "source", "table", "schedule", "metric", "published", "
 
 
 def write_results(found: Iterable[tuple[Row, float]]) -> None:
-    """Write a line for each row."""
-    with RESULTS.open("w", newline="") as lines:
-        out = csv.writer(lines, lineterminator="\n")
-        out.writerow(_HEADS)
-        for row, predicted in found:
-            names = (row.id, row.kind, row.source, row.table, row.schedule, row.metric)
-            numbers = (f"{row.published:g}", f"{predicted:.5g}", f"{error(row, predicted):+.4f}")
-            out.writerow((*names, *numbers, "yes" if row.is_fitted else "", row.note))
+    rows = [_HEADS]
+    for row, predicted in found:
+        names = (row.id, row.kind, row.source, row.table, row.schedule, row.metric)
+        numbers = (f"{row.published:g}", f"{predicted:.5g}", f"{error(row, predicted):+.4f}")
+        rows.append((*names, *numbers, "yes" if row.is_fitted else "", row.note))
+    write_table(RESULTS, rows)
 
 
 def main() -> None:
@@ -330,7 +308,7 @@ def main() -> None:
     write_results(found)
     PICTURE.write_text(draw([(row, each) for row, each in found if row.metric == "ratio"]))
     heads = ["source, table, figure", "class", "rows", "mean error", "worst", ""]
-    print(markdown(heads, [each.cells for each in groups(found)]))
+    print(markdown(heads, summary(found)))
     jobs = [(job, published_jobs.predict(job)) for job in published_jobs.read_jobs()]
     published_jobs.write_results(jobs)
     heads = ["jobs", "", "number", "bias", "mean error", "within the range"]

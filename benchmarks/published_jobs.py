@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -25,8 +25,6 @@ RESULTS = Path(__file__).parent / "results" / "what-hardware-says-of-estimates.c
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder."""
-
     block: Block
     blocks: int
     vocabulary: int
@@ -131,8 +129,6 @@ _HIDDEN = {"async": ASYNC_TENSOR, "userbuffers": 0.9}
 
 @dataclass(frozen=True)
 class Job:
-    """A published job and its speed."""
-
     id: str
     source: str
     model: str
@@ -171,7 +167,6 @@ class Job:
 
 
 def read_jobs() -> list[Job]:
-    """All rows."""
     with ROWS.open(newline="") as lines:
         return [_job(cells) for cells in csv.DictReader(lines)]
 
@@ -182,8 +177,12 @@ def _job(cells: dict[str, Any]) -> Job:
     return Job(**{**cells, **whole, "options": options, "link": link, "published": float(cells["published"] or "nan")})
 
 
+def like_titan(**changes: Any) -> Workload:
+    """The work of TorchTitan's published job of Llama 3 8B on 8 GPUs, with these changes."""
+    return workload(replace(next(each for each in read_jobs() if each.id == "titan-8b-8"), **changes))
+
+
 def workload(job: Job) -> Workload:
-    """The job's work."""
     model, how = MODELS[job.model], Checkpointing(job.checkpointing)
     block = model.block
     tokens = job.seq * job.microbatch
@@ -338,12 +337,15 @@ def summary(found: Iterable[tuple[Job, Speed]]) -> list[list[str]]:
 
 
 def write_results(found: Iterable[tuple[Job, Speed]]) -> None:
-    """Write a line for each job."""
     heads = "id source model device gpus p published predicted least most error use note"
-    with RESULTS.open("w", newline="") as lines:
-        out = csv.writer(lines, lineterminator="\n")
-        out.writerow(heads.split())
-        for job, speed in found:
-            numbers = (f"{each:.4g}" for each in (job.published, speed.likely, speed.least, speed.most))
-            start = (job.id, job.source, job.model, job.device, job.gpus, job.p)
-            out.writerow((*start, *numbers, f"{speed.error(job):+.3f}", job.use, job.note))
+    rows = [heads.split()]
+    for job, speed in found:
+        numbers = (f"{each:.4g}" for each in (job.published, speed.likely, speed.least, speed.most))
+        start = (job.id, job.source, job.model, job.device, str(job.gpus), str(job.p))
+        rows.append([*start, *numbers, f"{speed.error(job):+.3f}", job.use, job.note])
+    write_table(RESULTS, rows)
+
+
+def write_table(file: Path, rows: Iterable[Sequence[str]]) -> None:
+    with file.open("w", newline="") as lines:
+        csv.writer(lines, lineterminator="\n").writerows(rows)

@@ -16,9 +16,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -52,8 +53,6 @@ class RankError(AssertionError):
 
 
 class Ending(NamedTuple):
-    """How a rank ended."""
-
     exit_code: int | None
     """None: it went on until the time was up."""
     value: Any
@@ -62,24 +61,20 @@ class Ending(NamedTuple):
     """The traceback, if it raised."""
 
 
-class _Group(NamedTuple):
-    """The process group that the ranks join."""
-
-    meeting_point: str
-    num_ranks: int
-    timeout: float
-    backend: str
-
-
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 300, backend: str = "gloo"
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 300,
+    backend: str = "gloo",
+    method: str = "forkserver",
 ) -> list[Any]:
     """`function(*args)` on every rank of a group; what each returned, by rank.
 
     `function` has to be importable. All processes are gone when this returns or raises, also after `timeout` seconds.
-    `backend` may be one of benchmarks/fifo.py.
+    `backend` may be one of benchmarks/fifo.py. With the `method` "spawn" each process imports torch anew.
     """
-    with _started(num_ranks, function, args, timeout, backend) as (ends, _):
+    with _started(num_ranks, function, args, timeout, backend, method) as (ends, _):
         return _collect(ends, timeout)
 
 
@@ -108,19 +103,26 @@ def _answer(end: Connection, deadline: float) -> tuple[bool, Any]:
 
 @contextmanager
 def _started(
-    num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...], group_timeout: float, backend: str = "gloo"
-) -> Iterator[tuple[list[Connection], list[ForkServerProcess]]]:
+    num_ranks: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    group_timeout: float,
+    backend: str = "gloo",
+    method: str = "forkserver",
+) -> Iterator[tuple[list[Connection], list[BaseProcess]]]:
     """The ranks, and for each the end of a pipe that brings its answer. Leaving ends them all."""
-    start_server()
+    context: Any = multiprocessing.get_context(method)
+    if context is CONTEXT:
+        start_server()
     with tempfile.TemporaryDirectory() as directory:
         # A file as the meeting point needs no port.
-        group = _Group(f"{directory}/rendezvous", num_ranks, group_timeout, backend)
         ends: list[Connection] = []
-        processes = []
+        processes: list[BaseProcess] = []
         for rank in range(num_ranks):
-            ours, theirs = CONTEXT.Pipe(duplex=False)
-            call = (theirs, rank, group, dict(os.environ), function, args)
-            process = CONTEXT.Process(target=_main, args=call, daemon=True)
+            ours, theirs = context.Pipe(duplex=False)
+            join = partial(join_group, f"{directory}/rendezvous", rank, num_ranks, group_timeout, backend)
+            call = (theirs, join, dict(os.environ), function, args)
+            process = context.Process(target=_main, args=call, daemon=True)
             process.start()
             theirs.close()
             ends.append(ours)
@@ -172,8 +174,7 @@ def join_group(meeting_point: Path | str, rank: int, num_ranks: int, timeout: fl
 
 def _main(
     end: Connection,
-    rank: int,
-    group: _Group,
+    join: Callable[[], None],
     environment: dict[str, str],
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -183,7 +184,7 @@ def _main(
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo"} | environment)
     torch.set_num_threads(1)
     try:
-        join_group(group.meeting_point, rank, group.num_ranks, group.timeout, group.backend)
+        join()
         value = function(*args)
         with suppress(RuntimeError):  # a failed step closes the connections
             dist.barrier()

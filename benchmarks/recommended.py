@@ -14,10 +14,9 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from harness import markdown
-from published_jobs import read_jobs, workload
+from published_jobs import like_titan
 
 from zbpipe.estimation.devices import GIB
 from zbpipe.estimation.estimate import estimate
@@ -35,10 +34,10 @@ HEADS = ["checkpointing", "you run now", *("Llama 3 8B without TP", "GiB"), *("7
 @cache  # the row of ZB is the same for all that people run with as many stages
 def row(size: str, how: str, schedule: str, stages: int | None) -> Step:
     """The job's own row with this schedule."""
-    like = next(each for each in read_jobs() if each.id == "titan-8b-8")
-    job = replace(like, model=f"Llama 3 {size}", gpus=64, p=8, tp=JOBS[size], v=1, m=32, checkpointing=how)
-    work = replace(workload(job), schedule=schedule, num_stages=stages, cut=None)
-    found = estimate(work, "H200", only=[schedule], plans=False).own
+    job = like_titan(model=f"Llama 3 {size}", gpus=64, p=8, tp=JOBS[size], v=1, m=32, checkpointing=how)
+    found = estimate(
+        replace(job, schedule=schedule, num_stages=stages, cut=None), "H200", only=[schedule], plans=False
+    ).own
     assert found is not None, "it runs"
     return found
 
@@ -65,12 +64,6 @@ TWELVE = [
 ]
 
 
-def schedules_of_configs() -> dict[str, str]:
-    """By name, out of the source: its import needs TorchTitan."""
-    text = (ROOT / "titan_integration" / "llama3.py").read_text()
-    return dict(re.findall(r"^def (\w+)\(\).*?return _pipelined\(.*?, \"(\w+)\"", text, re.MULTILINE | re.DOTALL))
-
-
 def rule(how: str, tensor: int) -> str:
     """README's schedule for a job with Interleaved1F1B now: the table's column is without TP, or with TP 8."""
     (row,) = re.findall(rf"^\| {how} \| Interleaved1F1B \| (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
@@ -79,13 +72,14 @@ def rule(how: str, tensor: int) -> str:
 
 def answers(model: str, kind: str, gpus: int, ranks: int, tensor: int, how: str, config: str) -> tuple[list[str], str]:
     """Schedules that README, the estimate and a ready config name for a job with Interleaved1F1B, and the sentence."""
-    like = next(each for each in read_jobs() if each.id == "titan-8b-8")
-    size: dict[str, Any] = {"gpus": gpus, "p": ranks, "tp": tensor, "v": 1, "m": 4 * ranks, "microbatch": 1}
-    work = workload(replace(like, model=model, checkpointing=how, **size))
+    size = {"gpus": gpus, "p": ranks, "tp": tensor, "v": 1, "m": 4 * ranks, "microbatch": 1}
+    work = like_titan(model=model, checkpointing=how, **size)
     found = estimate(replace(work, schedule="Interleaved1F1B", cut=None), kind, only=[])
     assert found.advice is not None
     assert found.best is not None
-    ready = [schedules_of_configs()[config]] if config else []
+    text = (ROOT / "titan_integration" / "llama3.py").read_text()  # its import needs TorchTitan
+    pairs = re.findall(r"^def (\w+)\(\).*?return _pipelined\(.*?, \"(\w+)\"", text, re.MULTILINE | re.DOTALL)
+    ready = [dict(pairs)[config]] if config else []
     return [rule(how, tensor), found.best.schedule, *ready], found.advice.sentence
 
 

@@ -56,8 +56,6 @@ PROMISED, ON_BUSY_CPUS = 5.0, 30.0
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks train."""
-
     device: torch.device
     ranks: int
     microbatches: int
@@ -127,8 +125,6 @@ def slowdowns(device: torch.device) -> dict[str, float]:
 
 
 class Trained(NamedTuple):
-    """A schedule on this rank."""
-
     schedule: Any
     parts: Mapping[int, nn.Module]
     step: Callable[[], None]
@@ -259,8 +255,6 @@ def rank_main(rank: int, job: Job, folder: Path) -> None:
 
 
 class Ends(NamedTuple):
-    """How the ranks ended."""
-
     codes: Sequence[int | None]
     """None: it had to be killed."""
     seconds: float
@@ -317,7 +311,6 @@ def _mps(job: Job, folder: str) -> Iterator[None]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results as Markdown."""
     heads = ["checkpointing", "queues", "schedule", "step, ms", "relative", "simulated", "step/simulated", "error"]
     rows = []
     for each in results:

@@ -18,7 +18,7 @@ from typing import Any
 from harness import JSON, markdown, parser, write_json
 from ranks import run_ranks
 from sleeping import Runner
-from wall_clock import GOAL, message_seconds, overhead_of
+from wall_clock import GOAL, TIMEOUT, message_seconds, overhead_of
 
 import zbpipe
 from zbpipe import CostModel, simulate
@@ -143,7 +143,7 @@ def main() -> int:
     asked = arguments.parse_args()
     size = asked.ranks, asked.microbatches, asked.samples, asked.unit, asked.steps
     job = Job(*size, tuple(asked.schedules), tuple(asked.sigmas))
-    results: list[Result] = run_ranks(job.ranks, on_this_rank, job, timeout=1800)[0]
+    results: list[Result] = run_ranks(job.ranks, on_this_rank, job, timeout=TIMEOUT)[0]
     print(table(results))
     write_json(asked.json, "cpu", results)
     return int(any(map(missed, results)))

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 from zbpipe.costs.model import CostModel
 from zbpipe.runtime._torch.hooks import HookOrder, hook
 from zbpipe.runtime.build import build_pipeline_schedule
-from zbpipe.schedule.ir import Op, OpKind
+from zbpipe.schedule.ir import Op, OpKind, Schedule
 from zbpipe.schedule.registry import resolve
 
 _LATE = 1e-4
@@ -89,9 +89,11 @@ def check(ran: Sequence[Ran], ops: Sequence[Op], costs: CostModel, torchs_split:
 
 
 class Runner:
-    """A schedule on this rank, named or from a CSV file, ready to run steps. Costs are in seconds."""
+    """A schedule on this rank, ready to run steps. Costs are in seconds."""
 
-    def __init__(self, source: str, costs: CostModel, microbatches: int, receives: str | None = None) -> None:
+    def __init__(
+        self, source: str | Schedule, costs: CostModel, microbatches: int, receives: str | None = None
+    ) -> None:
         rank, ranks, last = dist.get_rank(), dist.get_world_size(), costs.num_stages - 1
         algorithm = resolve(source)
         indices = algorithm.place(ranks).stages_on(rank)

@@ -113,8 +113,6 @@ def build_layer(layers: Layers, size: Size) -> nn.Module:
 
 
 class Mode(NamedTuple):
-    """How a stage runs."""
-
     execution: Execution
     checkpointing: Checkpointing
     layers: Layers = "llama"
@@ -136,7 +134,11 @@ class MiddleStage:
         modules = [nn.RMSNorm(size.dim, **options), self.blocks, nn.Identity()]
         stages = [PipelineStage(module, index, 3, device) for index, module in enumerate(modules)]
         self.stage = stages[1]
-        _first_step(stages, self.x)
+        # One step of a schedule: the public way to make stages ready. It leaves a `.grad` in every weight.
+        schedule = ScheduleInterleaved1F1B(
+            list(stages), n_microbatches=1, loss_fn=lambda one, other: (one * other).sum()
+        )
+        schedule.step(self.x, target=torch.ones_like(self.x))
         if contender == "zbpipe":
             split_backward([self.stage], "deferred")
 
@@ -148,7 +150,6 @@ class MiddleStage:
             self.stage.set_local_bwd_input((self.dy.clone(),), 0)
 
     def run(self, action: Action) -> None:
-        """Run `action` of microbatch 0."""
         if action == "F":
             self.stage.forward_one_chunk(0, ())
         elif action == "W":
@@ -165,14 +166,6 @@ class MiddleStage:
                 self.stage.release_fwd_send_outputs(0)
         elif action in ("B", "I"):
             self.stage.get_local_bwd_output(0)
-
-
-def _first_step(stages: Sequence[PipelineStage], x: Tensor) -> None:
-    """One step of a schedule: the public way to make stages ready. It leaves a `.grad` in every weight."""
-    schedule = ScheduleInterleaved1F1B(
-        list(stages), n_microbatches=1, loss_fn=lambda output, target: (output * target).sum()
-    )
-    schedule.step(x, target=torch.ones_like(x))
 
 
 def timed_pass(stage: MiddleStage, actions: Sequence[Action], device: torch.device) -> Seconds:
@@ -261,8 +254,6 @@ def race(stages: Mapping[Contender, MiddleStage], rounds: int, device: torch.dev
 
 @dataclass(kw_only=True)
 class Result:
-    """One line of the table."""
-
     size: str
     execution: Execution
     checkpointing: Checkpointing

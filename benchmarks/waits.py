@@ -175,7 +175,7 @@ class Result(NamedTuple):
         return f"{1e3 * self.plain:.0f} to {1e3 * self.filled:.0f} ms, {self.gain:.1%} shorter{share}"
 
 
-def measure(device: torch.device, link: Link, how: Literal["own", "all"], parts: int, rounds: int) -> Result:
+def measure(device: torch.device, link: Link, parts: int, rounds: int) -> Result:
     """Steps of ZBV with both of its stages on this rank, filled and not in turns."""
     torch.manual_seed(0)
     shapes = SHAPES[device.type]
@@ -190,7 +190,7 @@ def measure(device: torch.device, link: Link, how: Literal["own", "all"], parts:
         group = dist.new_subgroups(1)[0]
         stages = [PipelineStage(each, index, 2, device, group=group) for index, each in enumerate(modules)]
         schedule: Any = zbpipe.build_pipeline_schedule(
-            "ZBV", stages, MICROBATCHES, nn.functional.mse_loss, fill_waits=how
+            "ZBV", stages, MICROBATCHES, nn.functional.mse_loss, fill_waits="own"
         )
         x, target = torch.randn(2, MICROBATCHES, shapes[-1], shapes[0], **like)
 
@@ -221,9 +221,9 @@ def measure(device: torch.device, link: Link, how: Literal["own", "all"], parts:
         return Result(plain, filled, model, in_waits, is_equal)
 
 
-def worker(milliseconds: list[float], how: Literal["own", "all"], parts: int, rounds: int) -> list[Result]:
+def worker(milliseconds: list[float], parts: int, rounds: int) -> list[Result]:
     cpu = torch.device("cpu")
-    return [measure(cpu, Link(cpu, each), how, parts, rounds) for each in milliseconds]
+    return [measure(cpu, Link(cpu, each), parts, rounds) for each in milliseconds]
 
 
 def main() -> int:
@@ -232,7 +232,7 @@ def main() -> int:
     arguments.add_argument("--parts", type=int, default=1, help="into which each product of W is cut, by rows")
     arguments.add_argument("--rounds", type=int, default=5)
     options = arguments.parse_args()
-    found = run_ranks(2, worker, options.milliseconds, "own", options.parts, options.rounds, timeout=900)
+    found = run_ranks(2, worker, options.milliseconds, options.parts, options.rounds, timeout=900)
     for milliseconds, *results in zip(options.milliseconds, *found, strict=True):
         for rank, each in enumerate(results):
             print(f"{milliseconds:4.1f} ms, rank {rank}: {each}, {each.in_waits:.0%} of W in waits, {each.is_equal}")

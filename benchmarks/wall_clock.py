@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import argparse
 import random
-import re
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -27,7 +24,7 @@ from ranks import run_ranks
 from sleeping import Ran, Runner, sleep_until
 
 import zbpipe
-from zbpipe import CostModel, OpKind, Placement
+from zbpipe import CostModel, OpKind, Placement, Schedule
 from zbpipe.costs.model import Receives
 from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
 from zbpipe.schedule.registry import resolve
@@ -38,22 +35,20 @@ Times = tuple[float, float, float] | Checkpointing
 transformer's, whose memory decides what ZB and ZBLoop run."""
 
 
-Limit = Callable[[int], float]
-"""Microbatches that a rank may hold in a plan, by the number of ranks."""
-
-PLANS: dict[str, Limit] = {"plan, p": lambda p: p, "plan, p/2+1.5": lambda p: p / 2 + 1.5}
-PLANNED: dict[str, Limit] = PLANS | {"plan, 2p": lambda p: 2 * p}
+PLANS: dict[str, Callable[[int], float]] = {"plan, p": lambda p: p, "plan, p/2+1.5": lambda p: p / 2 + 1.5}
+"""By plan the microbatches that a rank may hold, by the number of ranks."""
+PLANNED = PLANS | {"plan, 2p": lambda p: 2 * p}
 NAMED = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "ZBV", "VHalf", "VMin")
 BASELINE = "1F1B"
 TIMES: tuple[Times, ...] = ((1, 1, 1), (1, 1.2, 0.8), (1, 2, 1))
+TIMEOUT = 1800
+"""Seconds for all schedules."""
 GOAL = 0.05
 """How far a measured time may be from the simulated one, relative to it."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one set of processes measures."""
-
     ranks: int
     microbatches: int
     unit: float
@@ -62,8 +57,6 @@ class Job:
     """Measured steps of each schedule."""
     schedules: tuple[str, ...] = (*NAMED, *PLANS)
     times: tuple[Times, ...] = TIMES
-    timeout: float = 1800
-    """Seconds for all of it."""
     backend: str = "gloo"
     """Or one of benchmarks/fifo.py, where messages wait for each other."""
     late: float = 0.0
@@ -107,22 +100,21 @@ def uniform_costs(placement: Placement, times: Times, unit: float, latency: floa
     return CostModel.uniform(placement, *(unit * time for time in times), comm=latency)
 
 
-def source_of(name: str, job: Job, costs: Callable[[Placement], CostModel], directory: Path) -> str:
-    """The schedule's name, or the CSV file of a plan or of NAME:v, which rank 0 makes for all."""
+def source_of(name: str, job: Job, costs: Callable[[Placement], CostModel]) -> str | Schedule:
+    """The schedule's name; or a plan, or the schedule of NAME:v, which rank 0 makes for all."""
     name, stages = split_name(name)
     if name not in PLANNED and stages is None:
         return name
-    file = directory / f"{re.sub('[^A-Za-z0-9.+]+', '-', name)}-{stages}.csv"
+    made: list[Any] = [None]
     if dist.get_rank() == 0:
         size = job.ranks, job.microbatches
         if name in PLANNED:
-            schedule = zbpipe.plan(*size, costs, PLANNED[name](job.ranks)).schedule
+            made = [zbpipe.plan(*size, costs, PLANNED[name](job.ranks)).schedule]
         else:
             placement = resolve(name).place(job.ranks, stages)
-            schedule = zbpipe.generate(name, *size, stages_per_rank=stages, costs=costs(placement))
-        file.write_text(schedule.to_csv())
-    dist.barrier()
-    return str(file)
+            made = [zbpipe.generate(name, *size, stages_per_rank=stages, costs=costs(placement))]
+    dist.broadcast_object_list(made)
+    return made[0]
 
 
 def split_name(name: str) -> tuple[str, int | None]:
@@ -131,7 +123,7 @@ def split_name(name: str) -> tuple[str, int | None]:
     return name, int(stages) if stages else None
 
 
-def simulated(source: str, job: Job, costs: CostModel, overhead: float = 0.0) -> float:
+def simulated(source: str | Schedule, job: Job, costs: CostModel, overhead: float = 0.0) -> float:
     """Seconds of a step, by the simulator, if each op takes `overhead` longer than it sleeps."""
     schedule = zbpipe.generate(source, job.ranks, job.microbatches, costs=costs)
     split = any(op.kind is OpKind.W for ops in schedule for op in ops)
@@ -148,10 +140,10 @@ def simulated(source: str, job: Job, costs: CostModel, overhead: float = 0.0) ->
     return zbpipe.simulate(schedule, longer).makespan
 
 
-def message_seconds(messages: int = 100) -> float:
+def message_seconds() -> float:
     """The median way of a message from rank 0 to rank 1 or back, where it is waited for; the same on all ranks."""
     rank, taken = dist.get_rank(), []
-    for number in range(messages if rank < 2 else 0):
+    for number in range(100 if rank < 2 else 0):
         sender = number % 2
         sent_at = torch.zeros(1, dtype=torch.float64)
         if rank == sender:
@@ -177,7 +169,7 @@ def overhead_of(steps: Sequence[Sequence[Ran]]) -> float:
     return statistics.median(within) + statistics.median(between)
 
 
-def on_this_rank(job: Job, directory: Path) -> list[Result]:
+def on_this_rank(job: Job) -> list[Result]:
     """All schedules with all times, in rounds of one step each, whose order changes. All ranks find the same."""
     latency = message_seconds()
     if job.late:
@@ -187,7 +179,7 @@ def on_this_rank(job: Job, directory: Path) -> list[Result]:
     shuffled, results = random.Random(0), []
     for times in job.times:
         costs = partial(uniform_costs, times=times, unit=job.unit, latency=latency)
-        sources = {name: source_of(name, job, costs, directory) for name in job.schedules}
+        sources = {name: source_of(name, job, costs) for name in job.schedules}
         placed = {name: costs(resolve(source).place(job.ranks)) for name, source in sources.items()}
         runners = {
             name: Runner(source, placed[name], job.microbatches, name.partition("@")[2] or None)  # the receives' place
@@ -208,17 +200,10 @@ def on_this_rank(job: Job, directory: Path) -> list[Result]:
     return results
 
 
-def measure(job: Job) -> list[Result]:
-    """All schedules on one process per rank, all of them gone when this returns or raises."""
-    with tempfile.TemporaryDirectory() as directory:
-        return run_ranks(job.ranks, on_this_rank, job, Path(directory), timeout=job.timeout, backend=job.backend)[0]
-
-
 # The table.
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown, times in seconds."""
     heads = ["p, m", "times", "schedule", "from", "simulated", "measured", "ratio", "overhead counted"]
     return markdown([*heads, "speed-up", "simulated"], (_cells(result, results) for result in results), left=4)
 
@@ -250,7 +235,6 @@ def _setting(result: Result) -> tuple[int, int, Times]:
 
 
 def missed(result: Result) -> bool:
-    """Whether the step took longer or shorter than simulated, by more than the goal."""
     return abs(result.ratio - 1) > GOAL
 
 
@@ -270,7 +254,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--times", nargs="+", type=read_times, default=list(TIMES), metavar="F,I,W", help=times)
     late = "mean delay of messages, with --backend fifo_queue_per_edge; the simulated time is the median"
     add("--late", type=float, default=0.0, help=late)
-    add("--timeout", type=float, default=1800, help="seconds for each p")
     add("--json", **JSON)
     chosen = arguments.parse_args()
     chosen.microbatches = chosen.microbatches or [2 * ranks for ranks in chosen.ranks]
@@ -300,10 +283,9 @@ def main() -> int:
     results: list[Result] = []
     for ranks, microbatches in zip(arguments.ranks, arguments.microbatches, strict=True):
         print(f"measuring on {ranks} ranks ...", file=sys.stderr)
-        times = tuple(arguments.times)
-        how = arguments.unit, arguments.steps, tuple(names), times, arguments.timeout
+        how = arguments.unit, arguments.steps, tuple(names), tuple(arguments.times)
         job = Job(ranks, microbatches, *how, arguments.backend, arguments.late)
-        found = measure(job)
+        found: list[Result] = run_ranks(ranks, on_this_rank, job, timeout=TIMEOUT, backend=job.backend)[0]
         overhead = statistics.median(result.overhead for result in found)
         print(
             f"{ranks} ranks: {1000 * found[0].latency:.2f} ms a message, {1000 * overhead:.2f} ms an op beside its"

@@ -71,7 +71,7 @@ def test_what_waits_is_counted_layer_by_layer() -> None:
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_what_ranks_are_said_to_hold_is_what_they_hold(checkpointing: Checkpointing) -> None:
     """Within 5 %, messages and what ops need while they run included, from one stage that was measured alone."""
-    job = activation_memory.Job(checkpointing, ranks=2, microbatches=4, layers=4, device="cpu", timeout=240)
+    job = activation_memory.Job(checkpointing, ranks=2, microbatches=4, layers=4, device="cpu")
     stages = activation_memory.measure_stages(job)
     for name in ("1F1B", "ZB"):
         found = activation_memory.measure(name, job, stages)

@@ -67,7 +67,7 @@ def test_a_stage_takes_what_the_arithmetic_says(checkpointing: Checkpointing, mo
 
     wrap = partial(checkpoint_wrapper, early_stop=False, context_fn=contexts)
     monkeypatch.setitem(llama._WRAPPERS, "selective", wrap)
-    job = activation_memory.Job(checkpointing.value, 1, 1, SIZE.blocks, "cpu", 60)
+    job = activation_memory.Job(checkpointing.value, 1, 1, SIZE.blocks, "cpu")
     measured: dict[str, OpBytes] = {}
     contenders: tuple[Contender, ...] = ("unsplit", "zbpipe")
     for contender in contenders:

@@ -1,7 +1,6 @@
 """The benchmark of step times runs every schedule, and its stages sleep as often and as long as they should."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import fsdp
 import pytest
@@ -14,23 +13,22 @@ from wall_clock import Job, Result
 
 from zbpipe import CostModel, Op, OpKind
 
-JOB = Job(ranks=2, microbatches=4, unit=1e-3, rounds=1, times=((1, 1.2, 0.8),), timeout=240)
+JOB = Job(ranks=2, microbatches=4, unit=1e-3, rounds=1, times=((1, 1.2, 0.8),))
 
 
-def on_this_rank(job: Job, folder: Path) -> list[Result]:
+def on_this_rank(job: Job) -> list[Result]:
     with searching_little():
-        return wall_clock.on_this_rank(job, folder)
+        return wall_clock.on_this_rank(job)
 
 
-def measure(job: Job, folder: Path) -> list[Result]:
-    """`wall_clock.measure` of plans that are not searched for long."""
-    return run_ranks(job.ranks, on_this_rank, job, folder, timeout=job.timeout, backend=job.backend)[0]  # type: ignore[no-any-return]
+def measure(job: Job) -> list[Result]:
+    return run_ranks(job.ranks, on_this_rank, job, timeout=240, backend=job.backend)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.long
-def test_every_schedule_sleeps_what_the_simulator_counts(tmp_path: Path) -> None:
+def test_every_schedule_sleeps_what_the_simulator_counts() -> None:
     """In every measured step each rank calls `check` with what ran."""
-    results = measure(JOB, tmp_path)
+    results = measure(JOB)
     assert [result.schedule for result in results] == [*wall_clock.NAMED, *wall_clock.PLANS]
     for result in results:
         # Sleeps are never too short, so no step is shorter than what a rank sleeps in it.
@@ -107,11 +105,11 @@ def test_a_step_that_is_off_is_marked() -> None:
 
 
 @pytest.mark.long
-def test_messages_come_late(tmp_path: Path) -> None:
+def test_messages_come_late() -> None:
     """Steps are longer by it, and are simulated to be; a plan runs."""
     names = ("1F1B", "plan, 2p")
     late = replace(JOB, schedules=names, late=50, backend="fifo_queue_per_edge")
-    results = measure(late, tmp_path)
+    results = measure(late)
     assert [result.schedule for result in results] == list(names)
     for result in results:
         assert min(*result.measured, result.simulated) > 2 * 3 * (JOB.microbatches + 1) * JOB.unit

@@ -65,10 +65,7 @@ def mix_backwards(schedule: Schedule, costs: CostModel, samples: int = 1) -> Sch
         >>> print(mix_backwards(Schedule.from_csv("0F0,0B0,0F1,0B1,0F2,0F3,0F4,0B2,0B3,0B4"), costs, samples=2))
         rank 0: 0F0 0B0 0F1 0I1 0W1 0F2 0F3 0F4 0B2 0B3 0I4 0W4
 
-    Args:
-        schedule: a valid schedule without copies. The order of its F, and of its I and B, stays unchanged.
-        costs: costs of its stages.
-        samples: number of microbatches of each stage that run as I and W, and as B.
+    `samples` microbatches of each stage run as I and W, and as many as B. F keep their order, and so do I and B.
     """
     return replace(schedule, ops=tuple(tuple(_mix_row(ops, costs, samples)) for ops in schedule))
 

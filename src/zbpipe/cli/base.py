@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,6 +86,12 @@ class Command(click.Command):
             return super().invoke(ctx)
 
 
+class JobCommand(Command):
+    """A command that leaves unknown options to the job's trainer."""
+
+    ignore_unknown_options = True
+
+
 def parse_with(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
     """An option's callback that converts its value with `parse`, which raises ValueError for a bad one."""
 
@@ -104,6 +112,22 @@ def options(*options: Callable[[_Function], _Function]) -> Callable[[_Function],
         return command
 
     return add
+
+
+def options_of(name: str, kind: type[Any], *added: Any) -> Callable[..., Any]:
+    """Decorator for options that the command gets as one argument `name`, of the dataclass `kind`."""
+
+    def add(command: Callable[..., Any]) -> Any:
+        @wraps(command)
+        def call(**given: Any) -> Any:
+            return command(**{name: kind(**{each.name: given.pop(each.name) for each in fields(kind)})}, **given)
+
+        return options(*added)(call)
+
+    return add
+
+
+EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 class OutputFile(click.Path):
@@ -149,7 +173,6 @@ size_options = options(
 )
 stages_option = click.option(
     "--stages-per-rank",
-    "stages_per_rank",
     type=COUNT,
     metavar="V",
     help=f"Stages on each rank, for schedules that take any number. Default: {USUAL_STAGES} for ZB and ZBLoop, or those"

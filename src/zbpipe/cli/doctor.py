@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 from typing import Any
 
 import click
 
-from zbpipe.cli.base import Command, OutputFile
+from zbpipe.cli.base import EXISTING, Command, OutputFile
 
 _PACKAGES = ("zbpipe", "torch", "torchtitan", "nemo-automodel", "triton", "numpy", "numba")
 _VARIABLES = (
@@ -32,7 +33,7 @@ _PLUG_SECONDS = 180
 @click.option("-o", "--output", type=OutputFile(), metavar="FILE", help="Write the report, to attach it to an issue.")
 @click.option(
     "--log",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=EXISTING,
     metavar="FILE",
     help=f"Add the last {_LAST_LINES} lines of a job's log.",
 )
@@ -57,7 +58,9 @@ def doctor(output: Path | None, log: Path | None) -> None:
 def _lines(log: Path | None) -> Iterator[str]:
     yield "# Versions"
     yield f"Python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores"
-    yield from (f"{name} {found}" for name in _PACKAGES if (found := _version(name)))
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            yield f"{name} {version(name)}"
     yield "\n# Devices"
     yield from _devices()
     yield "\n# TorchTitan"
@@ -70,13 +73,6 @@ def _lines(log: Path | None) -> Iterator[str]:
         yield f"\n# The last lines of {log}"
         with log.open(encoding="utf-8", errors="replace") as file:
             yield from (line.rstrip("\n") for line in deque(file, _LAST_LINES))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _devices() -> Iterator[str]:

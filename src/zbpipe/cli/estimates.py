@@ -33,14 +33,10 @@ WAITING = (
 )
 
 
-def lines(
-    found: Estimate, *, everything: bool = True, named: Collection[str] = (), searched: bool = False
-) -> Iterator[str]:
-    """The answer, a table, and the sources of its figures. `searched`: the search compared layouts.
-
-    The table has the compared rows and the `named` ones, or with `everything` all rows.
-    """
-    if not searched:  # the search has its own
+def lines(found: Estimate, *, everything: bool = True, named: Collection[str] = ()) -> Iterator[str]:
+    """The answer, a table, and the sources of its figures. The table has the compared rows and the `named` ones, or
+    with `everything` all rows."""
+    if found.job is None:  # a search has its own
         yield from _answer(found)
     yield from found.workload.warnings
     device, shown = found.device, found.steps if everything else _few(found, named)
@@ -166,7 +162,7 @@ def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]
     ]
     yield from table(("degrees", "checkpointing", "microbatches", *_HEADS), rows, left=2)
     yield ""
-    yield from lines(best, searched=True)
+    yield from lines(best)
 
 
 def record(found: Estimate) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zbpipe.cli.base import COUNT, Command, OutputFile, in_one_line, json_option, print_json, transport_option
-from zbpipe.cli.jobs import EXISTING, TITANS, JobOptions, job_options, require_job, titan_arguments
+from zbpipe.cli import base
+from zbpipe.cli.base import EXISTING, JobCommand, OutputFile, in_one_line, print_json
+from zbpipe.cli.jobs import JobOptions, job_options, require_job, titan_arguments
 from zbpipe.cli.request import sizes_option
 from zbpipe.costs.file import dump_costs, load_costs, require_ending
-from zbpipe.costs.job import MemoryLimit
 from zbpipe.schedule.garbage import without_collections
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zbpipe.estimation.rows import Estimate
 
 
-@click.command(cls=Command, context_settings=TITANS)
+@click.command(cls=JobCommand)
 @job_options
 @click.option("--costs-file", type=EXISTING, metavar="FILE", help="Measured times and bytes (`zbpipe measure`).")
 @click.option(
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="Add a row for this schedule; `plan` is a plan on ZB's stages. Can be repeated.",
 )
-@transport_option
+@base.transport_option
 @click.option("--all", "everything", is_flag=True, help="Print all schedules and plans, and the sources of figures.")
 @click.option(
     "-o",
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 @click.option("--float8", is_flag=True, help="Estimate the blocks' products in float8.")
 @click.option("--async-tp", is_flag=True, help="Estimate asynchronous tensor parallelism.")
 @sizes_option
-@json_option
+@base.json_option
 @without_collections()
 def estimate(
     job: JobOptions,
@@ -122,8 +122,8 @@ def _write(found: Estimate, name: str | None, output: Path) -> None:
     click.echo(f"wrote {step.name} to {output}", err=True)
 
 
-@click.command(cls=Command, context_settings=TITANS)
-@click.option("--steps", type=COUNT, default=3, show_default=True, metavar="N", help="Timed steps for each stage.")
+@click.command(cls=JobCommand)
+@click.option("--steps", type=base.COUNT, default=3, show_default=True, metavar="N", help="Timed steps for each stage.")
 @click.option("-o", "--output", type=OutputFile(), required=True, metavar="FILE", help="The cost file: .toml or .json.")
 @titan_arguments
 def measure(steps: int, output: Path, arguments: tuple[str, ...]) -> None:
@@ -146,7 +146,7 @@ def measure(steps: int, output: Path, arguments: tuple[str, ...]) -> None:
         config, options = read_config(arguments), parse(arguments)[0]
         from zbpipe.frameworks.titan.measure_stages import measure_stages
 
-        costs = measure_stages(config, steps, MemoryLimit.parse(options.memory_limit))
+        costs = measure_stages(config, steps, options.memory_limit)
     dump_costs(costs, output)
     click.echo(costs_table(costs))
     click.echo(f"wrote {output}")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from zbpipe.cli.base import COUNT, in_one_line, options, parse_with
+from zbpipe.cli.base import COUNT, EXISTING, in_one_line, options_of, parse_with
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.schedule.garbage import importing
 from zbpipe.schedule.registry import resolve
@@ -19,8 +18,6 @@ from zbpipe.schedule.registry import resolve
 if TYPE_CHECKING:
     from zbpipe.estimation.workload import Workload
 
-EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
-TITANS = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 titan_arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF THE JOB]")
 
 
@@ -113,37 +110,31 @@ def numbers(text: str, what: str) -> tuple[float, ...]:
         raise ValueError(f"{text!r} is not {what}") from None
 
 
-def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator for the options of a job, which the command gets as one argument `job`."""
-
-    @wraps(command)
-    def with_job(**given: Any) -> Any:
-        job = JobOptions(**{name: given.pop(name) for name in JobOptions.__dataclass_fields__})
-        return command(job=job, **given)
-
-    return options(
-        click.option(
-            "--layers", type=EXISTING, metavar="FILE", help="A model that is not TorchTitan's: docs/costs-file.md."
-        ),
-        click.option(
-            "--hf",
-            type=EXISTING,
-            metavar="CONFIG.json",
-            help="A causal model of transformers. Its job has the options --pp, --tp, --cp, --ep, --batch, --seq-len,"
-            " --gradient-checkpointing, --dtype, --compile and --now: docs/models.md.",
-        ),
-        click.option("--gpus", type=COUNT, metavar="N", help="Number of GPUs of the whole job."),
-        click.option(
-            "--device",
-            metavar="NAME",
-            help="A100 (80 GB), H100, H200, B200, GB200, L40S, MI250X (one die), MI300X, MI325X or MI355X.",
-        ),
-        click.option("--tflops", type=float, metavar="X", help="TFLOP/s that a GPU sustains, in place of the table's."),
-        click.option(
-            "--link",
-            callback=parse_with(lambda text: numbers(text, "a bandwidth in GB/s; write for example 50, or 450,50")),
-            metavar="GB/S",
-            help="Bandwidth of a GPU to other nodes, in one direction; or two numbers: inside a node, between nodes.",
-        ),
-        titan_arguments,
-    )(with_job)
+job_options = options_of(
+    "job",
+    JobOptions,
+    click.option(
+        "--layers", type=EXISTING, metavar="FILE", help="A model that is not TorchTitan's: docs/costs-file.md."
+    ),
+    click.option(
+        "--hf",
+        type=EXISTING,
+        metavar="CONFIG.json",
+        help="A causal model of transformers. Its job has the options --pp, --tp, --cp, --ep, --batch, --seq-len,"
+        " --gradient-checkpointing, --dtype, --compile and --now: docs/models.md.",
+    ),
+    click.option("--gpus", type=COUNT, metavar="N", help="Number of GPUs of the whole job."),
+    click.option(
+        "--device",
+        metavar="NAME",
+        help="A100 (80 GB), H100, H200, B200, GB200, L40S, MI250X (one die), MI300X, MI325X or MI355X.",
+    ),
+    click.option("--tflops", type=float, metavar="X", help="TFLOP/s that a GPU sustains, in place of the table's."),
+    click.option(
+        "--link",
+        callback=parse_with(lambda text: numbers(text, "a bandwidth in GB/s; write for example 50, or 450,50")),
+        metavar="GB/S",
+        help="Bandwidth of a GPU to other nodes, in one direction; or two numbers: inside a node, between nodes.",
+    ),
+    titan_arguments,
+)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zbpipe.cli.base import Command, OutputFile, json_option, print_json, progress_line, size_options, transport_option
-from zbpipe.cli.jobs import TITANS
+from zbpipe.cli import base
+from zbpipe.cli.base import JobCommand, OutputFile, print_json, progress_line
 from zbpipe.cli.request import Costs, compare_all, cost_options, memory_limit_option
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from zbpipe.views.report import ComparedSchedule
 
 
-@click.command(cls=Command, context_settings=TITANS)
-@size_options
+@click.command(cls=JobCommand)
+@base.size_options
 @cost_options(of_job=True)
-@transport_option
+@base.transport_option
 @memory_limit_option
 @click.option(
     "--placement",
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     metavar="FILE.csv",
     help="Write the plan as a schedule that torch, TorchTitan and zbpipe.titan.train load.",
 )
-@json_option
+@base.json_option
 @click.pass_context
 def plan(context: click.Context, /, *, costs: Costs, output: Path | None, as_json: bool, **asked: Any) -> None:
     """Search for the best schedule for these times and this memory.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from click.core import ParameterSource
 
-from zbpipe.cli.base import name_argument, one_line, options, parse_with, progress_line, size_options, stages_option
+from zbpipe.cli import base
+from zbpipe.cli.base import EXISTING, one_line, options, options_of, parse_with, progress_line
 from zbpipe.cli.jobs import JobOptions, job_options, numbers
 from zbpipe.costs.file import load_costs
 from zbpipe.costs.job import SPELLINGS, CostsOf, JobCosts, MemoryLimit, memory_of_1f1b
@@ -29,7 +30,6 @@ from zbpipe.simulator.validation import validate
 if TYPE_CHECKING:
     from zbpipe.views.report import ComparedSchedule
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 Times = tuple[float, float, float]
 
 
@@ -47,9 +47,7 @@ class Costs:
     usual: Transport = Transport.IDEAL
     room: tuple[float, ...] | None = None
     placement: Placement | None = None
-    """ZB's in that job."""
-    stages: int | None = None
-    """Stages per rank of ZB and ZBLoop in that job."""
+    """ZB's in that job, also for the stages per rank of ZBLoop."""
     sizes: tuple[Any, ...] = ()
     """Of the microbatches, from `--sizes`."""
 
@@ -71,7 +69,7 @@ class Costs:
         if not algorithm.chooses_stages:
             return None
         if self.job is None:
-            return self.stages or USUAL_STAGES
+            return len(self.placement.stages_on(0)) if self.placement else USUAL_STAGES
         costs = self.job.costs
         each = stages_for(len(costs.layers), ranks)[0] if isinstance(costs, LayerCosts) else costs.num_stages // ranks
         return max(each, 1)
@@ -160,29 +158,21 @@ def _of_job(job: JobOptions, context: click.Context) -> Costs:
     of, zb, placement, room = job_costs(workload, device, **job.rates)
     words = f"costs of {workload.name} ({workload.degrees}) on {device.name}; memory limit: what the weights leave"
     words += "" if zb.name == "ZB" else f"; a job with ZB runs {zb.name}"
-    about = (workload.checkpointing, size, device.transport, room, placement, len(placement.stages_on(0)))
-    return Costs(of, words, None, None, *about)
+    return Costs(of, words, None, None, workload.checkpointing, size, device.transport, room, placement)
 
 
-def _from_file(file: Path, context: click.Context) -> Costs:
-    """The cost file. Raises for other options that contradict it."""
-    _require_alone(context, f"--costs-file {file}", *_OF_COSTS)
-    job = load_costs(file)
-    return Costs(job.on, f"costs of {file}", job, file)
-
-
-def _times(context: click.Context, option: click.Parameter, text: str) -> Times | None:
+def _times(text: str) -> Times | None:
     if text == "typical":
         return None
     try:
         f, i, w = map(float, text.split(","))
     except ValueError:
         if text.endswith((".toml", ".json")):
-            raise click.BadParameter(f"{text!r} names a file; write `--costs-file {text}`") from None
-        raise click.BadParameter(f"{text!r} is not three numbers; write for example 1,1,0.8, or typical") from None
+            raise ValueError(f"{text!r} names a file; write `--costs-file {text}`") from None
+        raise ValueError(f"{text!r} is not three numbers; write for example 1,1,0.8, or typical") from None
     # Pictures are scaled by the longest time.
     if not all(map(is_amount, (f, i, w))) or max(f, i, w) < 1 / MOST:
-        raise click.BadParameter(
+        raise ValueError(
             f"{text!r} needs numbers between 0 and {MOST:g}, at least one above 0; write for example 1,1,0.8"
         )
     return f, i, w
@@ -215,13 +205,13 @@ sizes_option = click.option(
 )
 
 
-def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_Function], _Function]:
+def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[..., Any]:
     """Decorator for the cost options, which the command gets as one argument `costs`. `of_job`: include a job's."""
     add_options = options(
         click.option(
             "--costs",
             metavar="F,I,W",
-            callback=_times,
+            callback=parse_with(_times),
             default=times,
             show_default=True,
             help="Seconds (or any other unit) of F, I (with recomputation) and W of one microbatch on a rank; or"
@@ -254,7 +244,7 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
         ),
         click.option(
             "--costs-file",
-            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            type=EXISTING,
             metavar="FILE",
             help="Measured times, bytes and links of stages or layers (docs/costs-file.md), in place of those options.",
         ),
@@ -274,25 +264,27 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
         sizes_option,
     )
 
-    def add(command: _Function) -> _Function:
+    def add(command: Callable[..., Any]) -> Any:
         @wraps(command)
         def with_costs(*, costs_file: Path | None, job: JobOptions | None = None, **given: Any) -> Any:
             others = {name: each for name in ("sizes", "fill_waits") if (each := given.pop(name)) is not None}
-            chosen = typical(*map(given.pop, _OF_COSTS))
+            chosen, context = typical(*map(given.pop, _OF_COSTS)), click.get_current_context()
             if costs_file:
-                chosen = _from_file(costs_file, click.get_current_context())
+                _require_alone(context, f"--costs-file {costs_file}", *_OF_COSTS)
+                loaded = load_costs(costs_file)
+                chosen = Costs(loaded.on, f"costs of {costs_file}", loaded, costs_file)
             if job and job.gpus is not None:
-                chosen = _of_job(job, click.get_current_context())
+                chosen = _of_job(job, context)
             elif job:
                 job.require_no_arguments("; name the --gpus of a job of TorchTitan")
             return command(costs=chosen.having(**others) if others else chosen, **given)
 
-        return add_options(job_options(with_costs) if of_job else with_costs)  # type: ignore[return-value]
+        return add_options(job_options(with_costs) if of_job else with_costs)
 
     return add
 
 
-def limit_option(what: str, spellings: str = SPELLINGS) -> Callable[[_Function], _Function]:
+def limit_option(what: str, spellings: str = SPELLINGS) -> Callable[..., Any]:
     return click.option(
         "--memory-limit", callback=parse_with(MemoryLimit.parse), metavar="X", help=f"{what}: {spellings}."
     )
@@ -342,20 +334,9 @@ class Request:
         return simulate(schedule, costs, transport=transport, **how)
 
 
-def request_options(times: str = "typical") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator for the options of a `Request`, which the command gets as one argument."""
-
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(command)
-        def with_request(**given: Any) -> Any:
-            request = Request(**{field.name: given.pop(field.name) for field in fields(Request)})
-            return command(request=request, **given)
-
-        return options(name_argument, size_options, stages_option, cost_options(times), fitted_limit_option)(
-            with_request
-        )
-
-    return add
+def request_options(times: str = "typical") -> Callable[..., Any]:
+    sizes = base.name_argument, base.size_options, base.stages_option
+    return options_of("request", Request, *sizes, cost_options(times), fitted_limit_option)
 
 
 def compare_all(

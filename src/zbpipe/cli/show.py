@@ -9,8 +9,7 @@ import click
 from click.core import ParameterSource
 
 from zbpipe.cli import base
-from zbpipe.cli.base import Command, OutputFile, one_line, print_json
-from zbpipe.cli.jobs import EXISTING, TITANS
+from zbpipe.cli.base import EXISTING, Command, JobCommand, OutputFile, one_line, print_json
 from zbpipe.cli.request import (
     Costs,
     Request,
@@ -22,12 +21,10 @@ from zbpipe.cli.request import (
 )
 from zbpipe.costs.job import RELATIVE, MemoryLimit
 from zbpipe.costs.model import Transport
-from zbpipe.schedule.ir import KINDS, Schedule, count_noun, require_size
+from zbpipe.schedule.ir import count_noun, require_size
 from zbpipe.schedule.registry import schedules
 from zbpipe.schedule.user_code import read_text
-from zbpipe.simulator.actions import parse
-from zbpipe.simulator.validation import validate as findings_of
-from zbpipe.simulator.validation import validate_lowered
+from zbpipe.simulator.validation import validate_table
 
 _IN_SHARES = f"{RELATIVE}, or a number of microbatches on one rank"
 
@@ -90,13 +87,9 @@ def show(
     costs = request.costs
     timeline = request.simulate(transport=costs.transport(transport))
     if svg_file is not None:
-        from zbpipe.views.svg import svg
-
-        svg_file.write_text(svg(timeline, drawn_with=costs.words), encoding="utf-8")
+        timeline.svg(svg_file, costs.words)
     if html_file is not None:
-        from zbpipe.views.html import html
-
-        html_file.write_text(html(timeline, costs.words), encoding="utf-8")
+        timeline.html(html_file, costs.words)
     if perfetto_file is not None:
         from zbpipe.views.perfetto import write_perfetto
 
@@ -137,7 +130,7 @@ def simulate(request: Request, transport: Transport | None, as_json: bool) -> No
     click.echo(f"\n{costs.words}")
 
 
-@click.command(cls=Command, context_settings=TITANS)
+@click.command(cls=JobCommand)
 @base.size_options
 @base.stages_option
 @cost_options(of_job=True)
@@ -259,10 +252,7 @@ def validate(file: Path, memory_limit: MemoryLimit | None) -> None:
             f"memory_limit = {memory_limit.written!r} is in bytes, but these costs are not: write {_IN_SHARES}"
         )
     try:
-        rows = parse(read_text(file))
-        schedule = Schedule.from_actions(rows, str(file))
-        is_lowered = any(action.kind not in KINDS for row in rows for action in row)
-        findings = validate_lowered(rows, memory_limit) if is_lowered else findings_of(schedule, memory_limit)
+        schedule, findings = validate_table(read_text(file), str(file), memory_limit)
     except ValueError as error:
         click.echo(f"table: {one_line(str(error))}")
         raise SystemExit(1) from None

@@ -197,21 +197,12 @@ def choose(
 ) -> Choice:
     """The number of stages per rank with the shortest step, with ZBLoop instead of ZB if that is shorter.
 
-    Args:
-        algorithm: schedules other than ZB, ZBLoop and Auto keep their placement and number of stages.
-        ranks: number of pipeline ranks.
-        microbatches: number of microbatches in a step.
-        cut: cuts the model. Each stage has at least one layer, unless the user sets the number of stages.
-        checkpointing: activation checkpointing of the layers.
-        tensor: degree of tensor parallelism.
-        tokens: tokens of a microbatch on each of the GPUs that share it. 0 ignores the overhead of ops.
-        measured: measured costs; then only the placement is chosen.
-        stages_per_rank: the user's number.
-        memory_limit: limit of the schedule.
-        transport: transport of messages.
+    Schedules other than ZB, ZBLoop and Auto keep their placement and number of stages. Each stage has at least one
+    layer, unless the user sets `stages_per_rank`. With `measured` costs only the placement is chosen. `tensor` is the
+    degree of tensor parallelism. `tokens` are those of a microbatch on each of the GPUs that share it; 0 ignores the
+    overhead of ops.
 
-    Raises:
-        ValueError: the model has no such cut, the costs are of other stages, or the limit is too low.
+    ValueError if the model has no such cut, the costs are of other stages, or the limit is too low.
     """
     model = measured.costs if isinstance(measured, JobCosts) else measured
     if stages_per_rank is None and algorithm.chooses_stages and isinstance(model, CostModel):

@@ -10,7 +10,6 @@ from zbpipe.costs.model import CostModel
 from zbpipe.estimation.rates import HOST, Rates
 from zbpipe.estimation.rows import Memory
 from zbpipe.estimation.workload import Workload
-from zbpipe.schedule.ir import OpKind
 
 _AHEAD = 2
 """Number of layers with gathered parameters: the running one, and the next."""
@@ -76,7 +75,7 @@ def memory_without_pipeline(workload: Workload, costs: CostModel, size: int) -> 
     held = [workload.held([layer]) for layer in range(costs.num_stages)]
     largest = sorted(sum(part.number for part in parts) for parts in held)[-_AHEAD:]
     shards = each.stored * sum(part.own for parts in held for part in parts)
-    of_head, of_backward = (size * whole.of(0, kind).working for kind in (OpKind.F, OpKind.B))
+    of_head, of_backward = (size * whole.of(0, kind).working for kind in "FB")
     return Memory(
         weights=shards + each.gathered * sum(largest),
         optimizer=3 * shards + _GRADIENT * largest[-1],

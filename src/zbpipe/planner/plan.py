@@ -10,7 +10,7 @@ from typing import Any
 from zbpipe.costs.job import CostsOf, JobCosts, MemoryLimit, MemoryLimitLike, as_cost_model
 from zbpipe.costs.layers import LayerCosts
 from zbpipe.costs.model import CostModel, Transport
-from zbpipe.planner.request import DEFAULT_PLACEMENTS, Objective, Request, name_placements
+from zbpipe.planner.request import PLACEMENTS, Objective, Request, name_placements
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Progress, report_nothing
 from zbpipe.planner.stages import plan_layers, plan_stages
@@ -66,7 +66,7 @@ def plan(
             - seconds of F, I and W of one microbatch on a rank, all its stages together;
             - a function from a placement to a CostModel.
         memory_limit: see `zbpipe.costs.MemoryLimit`. Default: no limit.
-        placements: some of "single", "loop", "v" and "wave", or placements. Default: all names except "wave".
+        placements: some of "single", "loop", "v" and "wave", or placements. Default: these four.
         objective: the time to minimise: "makespan" of a synchronous step, or "period" if `zbpipe.OptimizerStep` lets
             ranks run ahead (with queues: the longest time from a rank's first op to its last).
         budget: number of ops that the search may time. Default: about a second. Layers get it for the best split and
@@ -98,7 +98,7 @@ def plan(
     request = Request(
         ranks,
         microbatches,
-        name_placements(ranks, DEFAULT_PLACEMENTS if placements is None else placements),
+        name_placements(ranks, PLACEMENTS if placements is None else placements),
         limit.resolve(known, ranks, microbatches) if limit else None,
         objective,
         budget,

@@ -21,10 +21,7 @@ PLACEMENTS: Mapping[str, Callable[[int], Placement]] = MappingProxyType(
         "wave": lambda ranks: Placement.v(ranks, 4),
     }
 )
-"""Placements by name: one stage per rank, two in a loop, two on a V, and four on two Vs."""
-
-DEFAULT_PLACEMENTS = ("single", "loop", "v", "wave")
-"""Placements to try unless the caller names some. Those for which the costs have too few layers are omitted."""
+"""Placements by name, also those to try by default: one stage per rank, two in a loop, two on a V, four on two Vs."""
 
 _MOST_BUDGET = 1e13
 """Largest budget: about 28 hours of one core, at some 1e8 ops per second."""

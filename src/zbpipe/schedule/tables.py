@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import re
 import reprlib
-from collections.abc import Iterator
 
 COMPUTATIONS = ("F", "I", "W", "B")
 COPIES = ("OF", "RF", "OI", "RI")
@@ -43,7 +42,10 @@ def read(table: str) -> list[list[Cell]]:
     for rank, row in enumerate(cells(table)):
         rows.append([])
         for column, cell in enumerate(row):
-            for part in _parts(cell):
+            overlapped = _OVERLAPPED.fullmatch(cell.strip())
+            for part in map(str.strip, overlapped[1].split(";") if overlapped else [cell]):
+                if part.lower() in ("", "none"):
+                    continue
                 action = parse_action(part)
                 if action is None:
                     at = f"row {rank + 1} (rank {rank}), column {column + 1}"
@@ -85,9 +87,3 @@ def no_op(text: object) -> str:
         f"{reprlib.repr(text)} is not an op: expected stage, one of F, I, W, B (or of the copies OF, RF, OI, RI), and"
         " microbatch, for example 3F0"
     )
-
-
-def _parts(cell: str) -> Iterator[str]:
-    overlapped = _OVERLAPPED.fullmatch(cell.strip())
-    parts = overlapped[1].split(";") if overlapped else [cell]
-    return (part.strip() for part in parts if part.strip().lower() not in ("", "none"))

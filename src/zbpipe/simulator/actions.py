@@ -34,7 +34,6 @@ class Action(NamedTuple):
 Rows = tuple[tuple[Action, ...], ...]
 
 # Tables, because a step of a new size processes tens of thousands of actions before it can run.
-_NAMES = {kind: kind.value for kind in OpKind}
 _OTHER_END = {"SEND_F": ("RECV_F", 1), "RECV_F": ("SEND_F", -1), "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", 1)}
 """The other end of a message: (kind, stage offset)."""
 _MESSAGE_OF = {
@@ -44,10 +43,6 @@ _MESSAGE_OF = {
     **dict.fromkeys(("I", "B", "RECV_B"), ("SEND_B", 1)),
 }
 """The send of an action's message: (kind, stage offset)."""
-
-
-def action_of(op: Op) -> Action:
-    return new_tuple(Action, (op.stage, _NAMES[op.kind], op.microbatch))
 
 
 def op_of(action: Action) -> Op:
@@ -96,7 +91,7 @@ def dependencies(action: Action, rank_of: Sequence[int]) -> list[tuple[Action, .
         op = op_of(action)
         receive = Action(op.stage, "RECV_F" if op.kind is OpKind.F else "RECV_B", op.microbatch)
         return [
-            tuple(map(action_of, group)) if rank_of[group[0].stage] == rank_of[op.stage] else (receive,)
+            tuple(Action(*giver) for giver in group) if rank_of[group[0].stage] == rank_of[op.stage] else (receive,)
             for group in inputs(op, len(rank_of))
         ]
     if action.kind in SENDS:

@@ -156,9 +156,21 @@ class _Rank:
         ops = zip(timeline.graph.ops[rank], self.spans, strict=True)
         self.ends = [span.end + (seconds[arrivals[op]] if op in arrivals else 0.0) for op, span in ops]
         """When the rank continues after each op, and issues copies."""
-        things = _things(timeline, rank, self.ends, wanted, 1 + margin)
-        self.things = sorted(things, key=lambda thing: thing.since - thing.until)
+        self.things = sorted(self._things(wanted, 1 + margin), key=lambda thing: thing.since - thing.until)
         self.chosen: list[_Thing] = []
+
+    def _things(self, wanted: Offload | None, longer: float) -> Iterator[_Thing]:
+        """All memory that could be copied out and back while it waits."""
+        costs, places = self.timeline.costs, {span.op: position for position, span in enumerate(self.spans)}
+        for made, ((op, *_), since) in enumerate(zip(self.spans, self.ends, strict=True)):
+            if op.kind not in _WAYS:
+                continue
+            kind, there, back, takers = _WAYS[op.kind]
+            taken = next(places[taker] for each in takers if (taker := op._replace(kind=each)) in places)
+            cost, until = costs.of(op.stage, back, op.microbatch), self.spans[taken].start
+            copy, most = cost.seconds, cost.seconds * longer
+            if wanted in (Offload.ALL, kind) and cost.adds > 0 and until - since > copy + most:
+                yield _Thing(op._replace(kind=there), op._replace(kind=back), made, taken, since, until, copy, most)
 
     def offload(self, limit: float) -> float:
         """Choose copies until the rank keeps the limit, or can hold no less. Returns its peak."""
@@ -224,20 +236,3 @@ def _out(chosen: Sequence[_Thing], seconds: Sequence[float]) -> Iterator[Span]:
         start = max(free, thing.since)
         free = start + long
         yield Span(thing.there, start, free)
-
-
-def _things(
-    timeline: Timeline, rank: int, ends: Sequence[float], wanted: Offload | None, longer: float
-) -> Iterator[_Thing]:
-    """All memory that could be copied out and back while it waits."""
-    spans, costs = timeline.spans[rank], timeline.costs
-    places = {span.op: position for position, span in enumerate(spans)}
-    for made, ((op, *_), since) in enumerate(zip(spans, ends, strict=True)):
-        if op.kind not in _WAYS:
-            continue
-        kind, there, back, takers = _WAYS[op.kind]
-        taken = next(places[taker] for each in takers if (taker := op._replace(kind=each)) in places)
-        cost, until = costs.of(op.stage, back, op.microbatch), spans[taken].start
-        copy, most = cost.seconds, cost.seconds * longer
-        if wanted in (Offload.ALL, kind) and cost.adds > 0 and until - since > copy + most:
-            yield _Thing(op._replace(kind=there), op._replace(kind=back), made, taken, since, until, copy, most)

@@ -89,13 +89,14 @@ class Timeline:
         """Draw it in the terminal, as `zbpipe show` does."""
         import_module("zbpipe.views.grid").show(self)
 
-    def svg(self, file: str | Path) -> None:
-        """Draw it into an SVG file."""
-        Path(file).write_text(import_module("zbpipe.views.svg").svg(self), encoding="utf-8")
+    def svg(self, file: str | Path, drawn_with: str = "") -> None:
+        """Draw it into an SVG file. `drawn_with` describes the costs."""
+        drawn = import_module("zbpipe.views.svg").svg(self, drawn_with=drawn_with)
+        Path(file).write_text(drawn, encoding="utf-8")
 
-    def html(self, file: str | Path) -> None:
+    def html(self, file: str | Path, drawn_with: str = "") -> None:
         """Write an interactive page with zoom and tooltips, which needs no network and no other file."""
-        Path(file).write_text(import_module("zbpipe.views.html").html(self), encoding="utf-8")
+        Path(file).write_text(import_module("zbpipe.views.html").html(self, drawn_with), encoding="utf-8")
 
     @cached_property
     def makespan(self) -> float:

@@ -16,8 +16,8 @@ from zbpipe.costs.job import MemoryLimit, MemoryLimitLike, as_cost_model
 from zbpipe.costs.model import ROUNDING, SENDS, CostModel, Transport
 from zbpipe.schedule import tables
 from zbpipe.schedule.graph import CycleError, Graph
-from zbpipe.schedule.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule, inputs, reload_before
-from zbpipe.simulator.actions import COMPUTE, RECEIVES, Action, Rows, dependencies, other_end, sends_by_action
+from zbpipe.schedule.ir import KINDS, OFFLOADS, RELOADS, Op, OpKind, Schedule, inputs, reload_before
+from zbpipe.simulator.actions import COMPUTE, RECEIVES, Action, Rows, dependencies, other_end, parse, sends_by_action
 from zbpipe.simulator.time_graph import TimeGraph
 
 N = TypeVar("N", bound=NamedTuple)
@@ -238,6 +238,16 @@ def find_excess(
 
 _ENDS = frozenset((*SENDS, *RECEIVES))
 _MESSAGES = frozenset(tables.MESSAGES)
+
+
+def validate_table(
+    table: str, name: str, memory_limit: MemoryLimitLike | None = None
+) -> tuple[Schedule, list[Finding]]:
+    """The schedule in a CSV table, with or without communication, and its faults. ValueError for another text."""
+    rows = parse(table)
+    schedule = Schedule.from_actions(rows, name)
+    is_lowered = any(action.kind not in KINDS for row in rows for action in row)
+    return schedule, validate_lowered(rows, memory_limit) if is_lowered else validate(schedule, memory_limit)
 
 
 def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) -> list[Finding]:

@@ -135,12 +135,11 @@ def _busy(spans: tuple[Span, ...], scale: _Scale) -> Iterator[_Cell]:
     for shares in work:
         busy = sum(shares.values())
         level = min(round(busy * len(_LEVELS)), len(_LEVELS))
-        kind = max(shares, key=shares.__getitem__, default=OpKind.F)
-        is_plain = bool(level) and shares[kind] >= _PLAIN * busy
-        if level:
-            yield _LEVELS[level - 1], style.paint(kind, 0, 1).fill if is_plain else ""
-        else:
+        if not level:
             yield IDLE, ""
+            continue
+        kind = max(shares, key=shares.__getitem__)
+        yield _LEVELS[level - 1], style.paint(kind, 0, 1).fill if shares[kind] >= _PLAIN * busy else ""
 
 
 def _fit(timeline: Timeline, width: int, height: int) -> _Scale:

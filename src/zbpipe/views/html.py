@@ -13,7 +13,6 @@ from importlib.resources import files
 from itertools import chain
 from typing import Any
 
-from zbpipe.schedule.ir import OpKind
 from zbpipe.simulator.timeline import Collective, Span, Timeline
 from zbpipe.views import style
 
@@ -76,7 +75,7 @@ def drawing(timeline: Timeline) -> dict[str, Any]:
     stages, present = style.most_stages(placement), style.kinds(timeline)
     shares = placement.sum_by_rank(timeline.costs.activations)
 
-    def changes(kind: OpKind) -> list[tuple[float, float]]:
+    def changes(kind: str) -> list[tuple[float, float]]:
         costs = [(timeline.costs.of(stage, kind), shares[rank] or 1.0) for stage, rank in enumerate(placement.rank_of)]
         return [(cost.needs / share, (cost.needs - cost.adds) / share) for cost, share in costs]
 

@@ -10,7 +10,6 @@ from typing import Any
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.costs.transformer import NOTE, Checkpointing, has_torchs_split, runs_torchs_split
-from zbpipe.schedule.ir import OpKind
 from zbpipe.schedule.registry import schedules
 from zbpipe.simulator.simulation import exposed_fsdp, period_of, price_of_resharding
 from zbpipe.simulator.timeline import Timeline
@@ -86,7 +85,7 @@ def costs(job: JobCosts) -> str:
         (
             *(str(stage), str(job.placement.rank_of[stage]) if job.placement else ""),
             *(f"{1e3 * column[stage]:.3f}" for column in (model.f, model.i, model.w)),
-            *(f"{size / mebibyte:.2f}" for size in (model.activations[stage], model.of(stage, OpKind.W).frees)),
+            *(f"{size / mebibyte:.2f}" for size in (model.activations[stage], model.of(stage, "W").frees)),
         )
         for stage in range(model.num_stages)
     ]

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 
-from zbpipe.costs.model import CostModel
-from zbpipe.schedule.ir import Placement
 from zbpipe.simulator.timeline import Collective, Span, Timeline
 from zbpipe.views import style
 
@@ -72,7 +70,7 @@ def _element(width: float, height: float, content: list[str], y: float = 0.0) ->
 def _picture(timeline: Timeline, per_second: float, drawn_with: str) -> tuple[float, float, list[str]]:
     """Width, height and content of a timeline's picture."""
     scale = _Scale(per_second, timeline.makespan or 1.0)
-    costs = drawn_with or _times(timeline.costs, timeline.schedule.placement)
+    costs = drawn_with or _times(timeline)
     headings = style.outcome(timeline), style.size(timeline) + (f"; {costs}" if costs else "")
     legend, legend_width = _legend(timeline, y=_TOP + _ROW * len(timeline.spans) + _BOTTOM - 26)
     width = max(_LEFT + scale.plot + _RIGHT, *(24 + len(text) * LETTER + 24 for text in headings))
@@ -130,13 +128,10 @@ def _theme(theme: style.Theme) -> Iterator[str]:
     yield f".zbp .ops rect,.zbp .key{{stroke:{theme.paper};stroke-width:1}}"
 
 
-def _times(costs: CostModel, placement: Placement) -> str:
+def _times(timeline: Timeline) -> str:
     """Times of a rank per microbatch, if they are equal on all ranks."""
-
-    def per_rank(times: tuple[float, ...]) -> set[str]:
-        return {style.number(seconds) for seconds in placement.sum_by_rank(times)}
-
-    f, i, w = per_rank(costs.f), per_rank(costs.i), per_rank(costs.w)
+    costs, by_rank = timeline.costs, timeline.schedule.placement.sum_by_rank
+    f, i, w = ({style.number(seconds) for seconds in by_rank(times)} for times in (costs.f, costs.i, costs.w))
     if len(f) + len(i) + len(w) > 3 or costs.links:
         return ""
     comm = style.number(costs.link.seconds(costs.message_bytes))

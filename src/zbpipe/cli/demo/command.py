@@ -62,7 +62,7 @@ def _more_jobs(folder: Path) -> dict[str, tuple[str, ...]]:
     }
 
 
-def run_demo(steps: int, folder: Path, jobs: Mapping[str, Sequence[str]] = JOBS) -> dict[str, JobOutcome]:
+def run_demo(steps: int, folder: Path, jobs: Mapping[str, Sequence[str]]) -> dict[str, JobOutcome]:
     """Outcomes of trainings by name, on `RANKS` processes, all from one seed checkpoint.
 
     Each job is a schedule and TorchTitan's arguments.

@@ -36,13 +36,10 @@ class DemoError(RuntimeError):
 
 
 def train_on_cpu(arguments: Sequence[str], *, num_ranks: int, folder: Path, timeout: float) -> JobOutcome:
-    """Train a model of the demo on `num_ranks` processes, without an accelerator.
+    """Train a model of the demo on `num_ranks` processes, which share the cores evenly, for at most `timeout` seconds.
 
-    Args:
-        arguments: arguments of `torchtitan.train`, except those that name the model.
-        num_ranks: processes; they share the cores evenly.
-        folder: folder for all output: `metrics.jsonl`, `output.log` with the ranks' output, and checkpoints.
-        timeout: seconds after which the job is ended.
+    `arguments` are those of `torchtitan.train`, without the model's. All output is in `folder`: `metrics.jsonl`,
+    `output.log` with the ranks' output, and checkpoints.
     """
     folder.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // num_ranks)

@@ -24,7 +24,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as titan_utils
 
-from zbpipe.costs.job import JobCosts, MemoryLimit
+from zbpipe.costs.job import JobCosts, MemoryLimit, MemoryLimitLike
 from zbpipe.costs.layers import Split
 from zbpipe.estimation.cut import WorkloadCut
 from zbpipe.estimation.estimate import choose_own
@@ -43,13 +43,11 @@ _SCHEDULES = ("ZBH1", "1F1B")
 """Schedules with I and W apart, and with I and W together."""
 
 
-def measure_stages(config: Any, steps: int = 3, memory_limit: MemoryLimit | None = None) -> JobCosts:
+def measure_stages(config: Any, steps: int, memory_limit: MemoryLimitLike | None) -> JobCosts:
     """Costs of all stages of a job's schedule, measured on this device only.
 
-    Args:
-        config: TorchTitan's config. Tensor parallelism and data parallelism are ignored.
-        steps: number of steps to time, per stage and schedule.
-        memory_limit: the job's limit, by which ZB chooses its stages.
+    Tensor parallelism and data parallelism are ignored. `steps` are timed per stage and schedule. By the `memory_limit`
+    ZB chooses its stages.
 
     Raises:
         ImportError: TorchTitan is version 0.2.
@@ -59,10 +57,10 @@ def measure_stages(config: Any, steps: int = 3, memory_limit: MemoryLimit | None
         raise ImportError("zbpipe builds single stages with torchtitan 0.3, and this is 0.2")
     if cpu.is_needed():
         cpu.adapt(config)
-    parallelism = config.parallelism
-    workload = workload_of(config, shared_degrees(parallelism), "")
+    limit = MemoryLimit.parse(memory_limit)
+    workload = replace(workload_of(config, shared_degrees(config.parallelism), ""), memory_limit=limit)
     cut = WorkloadCut(workload)
-    algorithm, placement = choose_own(replace(workload, memory_limit=memory_limit), cut, on_cpu=cpu.is_needed())
+    algorithm, placement = choose_own(workload, cut, on_cpu=cpu.is_needed())
     split = cut.split(placement, algorithm)
     if encoders := workload.layers[0].modules[1:]:
         logger.warning("%s get no images here: add their costs to stage 0", ", ".join(encoders))
