@@ -33,7 +33,7 @@ from zbpipe.algorithms.v_half import v_half
 from zbpipe.algorithms.v_min import v_min
 from zbpipe.algorithms.zbv import zbv
 from zbpipe.costs.job import MemoryLimit, resolve_limits
-from zbpipe.costs.model import ROUNDING, SENDS, CostModel, Transport
+from zbpipe.costs.model import ROUNDING, SENDS, CostModel, Transport, highest
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.planner.engine import at_hand
 from zbpipe.planner.problem import Problem, fit_within, make_leanest
@@ -205,7 +205,7 @@ def find_best(
         return min(fitting, key=lambda each: simulate(each, costs, transport=transport).makespan)
     shortest = [each.order for each in search.kept if each.length <= search.shortest * (1 + ROUNDING)]
     schedules = [problem.schedule(name, order) for order in dict.fromkeys(shortest)]
-    return min(schedules, key=lambda each: max(simulate(each, costs).peak_memory)) if schedules[1:] else schedules[0]
+    return min(schedules, key=lambda each: max(highest(costs, row) for row in each))
 
 
 def is_searched(placement: Placement, microbatches: int, most: int = _MOST_SEARCHED) -> bool:

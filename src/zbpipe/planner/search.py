@@ -149,11 +149,18 @@ class ListScheduler:
         """The length and the order after moving all ops to the end and back."""
         return self.engine.justify(self.job, self.mirrored, self.engine.integers(order))
 
+    def anneal(
+        self, order: Sequence[int], heat: float = 0.0, work: int = 0, seed: int = 1
+    ) -> tuple[float, list[int], int]:
+        """The length, the order, and the work done. See `kernel.anneal`."""
+        target = self.problem.lower_bound * (1 + ROUNDING)
+        return self.engine.anneal(self.job, self.engine.integers(order), target, heat, work, seed)
+
     def length(self, order: Sequence[int]) -> float:
         """Seconds of the objective if the ranks run their ops in this order."""
         if self.problem.by_period or self.problem.costs.has_fsdp:  # which the inner loops ignore
             return self.problem.length(order)
-        return self.engine.anneal(self.job, self.engine.integers(order), 0.0, 0.0, 0, 1)[0]
+        return self.anneal(order)[0]
 
     def list_by_kind(self) -> list[tuple[float, list[int]]]:
         """Orders by kind only: I or F first, W last or before F, patience of 0, 0.5 and 1 W; where B saves memory, as
@@ -279,8 +286,8 @@ class Search:
         found = [self.keep(*seed) for seed in seeds]
         # With more legs, climbs find equally good orders.
         for scheduler in (each for each in self.schedulers.values() if each.legs == 1):
-            known = scheduler.list_around_the_first()
-            found += [self.keep(scheduler.problem, order, "list scheduling") for length, order in known if length < NEVER]
+            known = [order for length, order in scheduler.list_around_the_first() if length < NEVER]
+            found += [self.keep(scheduler.problem, order, "list scheduling") for order in known]
         waiting = sorted(self.problems, key=lambda problem: problem.lower_bound)
         for climbs in reversed(range(1, self.effort.climbs + 1)):
             budget = (self.left - (1 - _SHARE_OF_SHAPES) * self.budget) / climbs
@@ -344,15 +351,8 @@ class Search:
         problem = start.problem
         mean = sum(node.seconds for node in problem.job.nodes) / len(problem.job.nodes)
         heat = mean * min(self.effort.heat * sqrt(max(work, 1) / problem.num_ops / 1000), _MOST_HEAT)
-        scheduler = self.schedulers[problem.name]
-        _, order, done = self.engine.anneal(
-            scheduler.job,
-            self.engine.integers(start.order),
-            problem.lower_bound * (1 + ROUNDING),
-            heat,
-            max(int(work), 1),
-            self.random.randrange(1, 2**31 - 1),
-        )
+        scheduler, seed = self.schedulers[problem.name], self.random.randrange(1, 2**31 - 1)
+        _, order, done = scheduler.anneal(start.order, heat, max(int(work), 1), seed)
         self.spend(done)
         by = start.by if start.by.endswith("annealing") else f"{start.by}, annealing"
         _, order = scheduler.justify(order)
