@@ -21,11 +21,12 @@ there are as many layers, and if messages do not block computations.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
-from operator import attrgetter, itemgetter
+from operator import attrgetter
+from typing import NamedTuple
 
 from zbpipe.algorithms.interleaved_1f1b import interleave, interleaved_1f1b, split_into_groups
 from zbpipe.algorithms.one_f_one_b import b_f
@@ -55,6 +56,11 @@ _MOST_WITH_QUEUES = 3
 _BUDGET = 5e5
 """Budget of one search in timed ops: some 0.2 seconds without numba."""
 _interleaved = lru_cache(maxsize=16)(interleaved_1f1b)  # with its graph, which takes longer than its ops
+
+
+class Timed(NamedTuple):
+    makespan: float
+    schedule: Schedule
 
 
 @register(
@@ -123,7 +129,7 @@ def find_shortest(
     transport: Transport | None = None,
     *,
     search: bool = True,
-) -> Timeline:
+) -> Timed:
     """`zb` on any loop or wave. Without a `search` the result may exceed the limit if no filling is within it."""
     costs, transport = costs or typical_costs(placement), transport or Transport.IDEAL
     costs.require_microbatches(microbatches)
@@ -150,18 +156,23 @@ def _find_within(
     transport: Transport,
     *,
     search: bool,
-) -> Timeline:
+) -> Timed:
     alike = costs.alike
     plain = replace(alike, fill_waits="off")  # what W takes besides filled waits is known for whole orders only
     papers, filled = _fill_orders(name, placement, microbatches, plain, tuple(limits), transport)
-    unlimited = (inf,) * len(limits)
-    others = papers if filled else _fill_orders(name, placement, microbatches, plain, unlimited, transport)[1]
-    is_timed = not search or (transport is Transport.IDEAL and not costs.has_fsdp and not costs.varies)
-    found = filled[:1] if is_timed else list(filled)
+    is_ideal = transport is Transport.IDEAL and not costs.has_fsdp and not costs.varies
+    if filled and not search and is_ideal and costs == plain:
+        return filled[0]
+    others, seeds = papers, [each.schedule for each in filled]
+    if not filled:
+        unlimited = _fill_orders(name, placement, microbatches, plain, (inf,) * len(limits), transport)[1]
+        others = [each.schedule for each in unlimited]
+    found = seeds.copy() if search and not is_ideal else seeds[:1]
     if alike != plain:
-        found += _fill_orders(name, placement, microbatches, alike, tuple(limits), transport)[1][:1]
+        refilled = _fill_orders(name, placement, microbatches, alike, tuple(limits), transport)[1]
+        found += [each.schedule for each in refilled[:1]]
     if search and filled and is_searched(placement, microbatches):
-        found.append(find_best(name, [*filled[:_SEEDS], *papers], alike, limits, transport))
+        found.append(find_best(name, [*seeds[:_SEEDS], *papers], alike, limits, transport))
 
     def are_far() -> bool:
         shortest = min(simulate(each, plain).makespan for each in found)
@@ -171,8 +182,18 @@ def _find_within(
         found = found or others[:1]
     elif not found or (papers and is_searched(placement, microbatches, _MOST_TWICE) and are_far()):
         found.append(find_best(name, others[:_SEEDS], alike, limits, transport))
-    timelines = (simulate(each, costs, transport=transport) for each in found)
-    return min(timelines, key=attrgetter("makespan"))
+    return _find_shortest(found, costs, transport)
+
+
+def _find_shortest(schedules: Iterable[Schedule], costs: CostModel, transport: Transport) -> Timed:
+    """The schedule with the shortest step. Messages only delay one, so few are simulated with slow transports."""
+    ideal = sorted((Timed(simulate(each, costs).makespan, each) for each in schedules), key=attrgetter("makespan"))
+    best = ideal[0] if transport is Transport.IDEAL else Timed(inf, ideal[0].schedule)
+    for least, each in ideal:
+        if least >= best.makespan:
+            break
+        best = min(best, Timed(simulate(each, costs, transport=transport).makespan, each), key=attrgetter("makespan"))
+    return best
 
 
 def find_best(
@@ -202,7 +223,7 @@ def find_best(
         most = _MOST_WITH_QUEUES if transport is Transport.SHARED else None
         best = [problem.schedule(name, each.order) for each in found[:most]]
         fitting = (*best, *(replace(each, name=name) for each in leanest if problem.fits(each)))
-        return min(fitting, key=lambda each: simulate(each, costs, transport=transport).makespan)
+        return _find_shortest(fitting, costs, transport).schedule
     shortest = [each.order for each in search.kept if each.length <= search.shortest * (1 + ROUNDING)]
     schedules = [problem.schedule(name, order) for order in dict.fromkeys(shortest)]
     return min(schedules, key=lambda each: max(highest(costs, row) for row in each))
@@ -220,7 +241,7 @@ def _fill_orders(
     costs: CostModel,
     limits: tuple[float, ...],
     transport: Transport,
-) -> tuple[list[Schedule], list[Schedule]]:
+) -> tuple[list[Schedule], list[Timed]]:
     """The papers' schedules on this placement, and the orders filled within the limits."""
     papers, orders = _list_orders(placement, microbatches, transport)
     return papers, _fill_all(orders, Filler(name, placement, microbatches, costs, limits))
@@ -244,18 +265,18 @@ def list_leanest(placement: Placement, microbatches: int, costs: CostModel) -> I
     filler = Filler("", placement, microbatches, costs, (inf,) * placement.num_ranks)
     for order in _list_orders(placement, microbatches, Transport.IDEAL)[1]:
         if filled := filler.fill(order, 0):
-            yield simulate(filled[1], costs)
+            yield simulate(filled.schedule, costs)
 
 
-def _fill_all(orders: Sequence[Order], filler: Filler) -> list[Schedule]:
+def _fill_all(orders: Sequence[Order], filler: Filler) -> list[Timed]:
     """The shortest ways to fill W into the orders within the limits, the best first, and last the one without W."""
     ranks, microbatches = filler.placement.num_ranks, filler.microbatches
     ways = (0, 0.0), (ranks, 0.0), (microbatches, 0.5), (microbatches, 1.0)
     without_w, *others = [filler.fill(order, apart, patience) for order in orders for apart, patience in ways]
-    shortest = sorted(filter(None, (without_w, *others)), key=itemgetter(0))[:_SEEDS]
+    shortest = sorted(filter(None, (without_w, *others)), key=attrgetter("makespan"))[:_SEEDS]
     if without_w and all(each is not without_w for each in shortest):
         shortest.append(without_w)
-    return [schedule for _, schedule in shortest]
+    return shortest
 
 
 def with_short_warm_up(placement: Placement, microbatches: int) -> Order:
@@ -333,7 +354,7 @@ class Filler:
             for (kind, row), send in zip(self._next.items(), SENDS, strict=True)
         }
 
-    def fill(self, order: Order, apart: int, patience: float = 0.0) -> tuple[float, Schedule] | None:
+    def fill(self, order: Order, apart: int, patience: float = 0.0) -> Timed | None:
         """Run each op as soon as possible, and W where its rank would wait, or where an F or I finds no room.
 
         An I without room even then becomes a B. Returns seconds with the ideal transport, and the schedule; None if
@@ -367,7 +388,7 @@ class Filler:
             rank.run_all_w()
         found = Schedule(self.name, self.placement, self.microbatches, tuple(tuple(rank.done) for rank in ranks))
         fills = self._costs.fill_waits != "off"
-        return simulate(found, self._costs).makespan if fills else max(rank.clock for rank in ranks), found
+        return Timed(simulate(found, self._costs).makespan if fills else max(rank.clock for rank in ranks), found)
 
 
 class _Rank:
