@@ -39,7 +39,7 @@ from zbpipe.costs.transformer import typical_costs
 from zbpipe.planner.engine import at_hand
 from zbpipe.planner.problem import Problem, fit_within, make_leanest
 from zbpipe.planner.search import Effort, Search
-from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule, new_tuple
 from zbpipe.schedule.registry import register
 from zbpipe.simulator.lower_bound import lower_bound
 from zbpipe.simulator.simulation import simulate
@@ -338,9 +338,8 @@ class Filler:
         self._limits = [limit * (1 + ROUNDING) for limit in limits]
         rank_of, last = placement.rank_of, placement.num_stages - 1
         known = {kind: [costs.of(stage, kind) for stage in stages] for kind in _KINDS}
-        self.seconds = {kind: [each.seconds for each in row] for kind, row in known.items()}
-        self.adds = {kind: [each.adds for each in row] for kind, row in known.items()}
-        self.needs = {kind: [each.needs for each in row] for kind, row in known.items()}
+        self.of = {kind: [(each.seconds, each.adds, each.needs) for each in row] for kind, row in known.items()}
+        """Seconds, memory that is added, and memory that is needed, by kind and stage."""
         self._next = {
             F: [(stage + 1, F) if stage < last else (stage, I) for stage in stages],
             I: [(stage - 1, I) for stage in stages],
@@ -371,17 +370,21 @@ class Filler:
         ranks = [_Rank(self, row, limit, patience) for row, limit in zip(order, self._limits, strict=True)]
         whole = range(apart, self.microbatches - apart)
         arrivals: dict[tuple[int, OpKind, int], float] = {(0, F, each): 0.0 for each in range(self.microbatches)}
-        waiting = deque(range(len(ranks)))
+        waiting = deque(ranks)
         while waiting:
-            rank = ranks[waiting.popleft()]
-            while rank.left and (arrival := arrivals.pop(rank.left[-1], None)) is not None:
-                stage, kind, microbatch = op = rank.left.pop()
+            rank = waiting.popleft()
+            left = rank.left
+            while left and (arrival := arrivals.pop(left[-1], None)) is not None:
+                stage, kind, microbatch = op = left.pop()
                 if not rank.run(op, B if kind is I and microbatch in whole else kind, arrival):
                     return None
                 after, kind_after = self._next[kind][stage]
                 if after >= 0:
-                    arrivals[after, kind_after, microbatch] = rank.clock + self._transfer[kind][stage]
-                    waiting.append(self.placement.rank_of[after])
+                    taker = after, kind_after, microbatch
+                    arrivals[taker] = rank.clock + self._transfer[kind][stage]
+                    other = ranks[self.placement.rank_of[after]]
+                    if other is not rank and other.left[-1] == taker:
+                        waiting.append(other)
         if any(rank.left for rank in ranks):
             raise ValueError("in this order of F and I, ranks wait for each other")
         for rank in ranks:
@@ -395,9 +398,8 @@ class _Rank:
     """One rank's ops so far and to come, its clock, its memory and its deferred W."""
 
     def __init__(self, filler: Filler, order: Sequence[Op], limit: float, patience: float) -> None:
-        self._seconds, self._adds, self._needs = filler.seconds, filler.adds, filler.needs
-        self._limit, self._share = limit, 1 - patience
-        self._room_of_w = max(self._needs[W][op.stage] for op in order)
+        self._of, self._limit, self._share = filler.of, limit, 1 - patience
+        self._room_of_w = max(needs for _, _, needs in (self._of[W][op.stage] for op in order))
         self.left = list(reversed(order))
         """Remaining F and I, the next one last."""
         self.done: list[Op] = []
@@ -406,19 +408,19 @@ class _Rank:
 
     def run(self, op: Op, kind: OpKind, arrival: float) -> bool:
         """Run an op as this kind once its input has arrived, after W that fits before it; False without room."""
-        stage, deferred, of_w = op.stage, self._deferred, self._seconds[W]
-        while deferred and self.clock + self._share * of_w[deferred[0].stage] <= arrival * (1 + ROUNDING):
+        stage, deferred = op.stage, self._deferred
+        while deferred and self.clock + self._share * self._of[W][deferred[0].stage][0] <= arrival * (1 + ROUNDING):
             self._run(deferred.popleft())
-        while deferred and not self._has_room(stage, kind):
+        while not (has_room := self._has_room(stage, kind)) and deferred:
             self._run(deferred.popleft())
-        if kind is I and not self._has_room(stage, kind):
-            kind = B
-        if not self._has_room(stage, kind):
+        if not has_room and kind is I:
+            kind, has_room = B, self._has_room(stage, B)
+        if not has_room:
             return False
         self.clock = max(self.clock, arrival)
-        self._run(op if kind is op.kind else Op(stage, kind, op.microbatch))
+        self._run(op if kind is op.kind else new_tuple(Op, (stage, kind, op.microbatch)))
         if kind is I:
-            deferred.append(Op(stage, W, op.microbatch))
+            deferred.append(new_tuple(Op, (stage, W, op.microbatch)))
         return True
 
     def run_all_w(self) -> None:
@@ -426,12 +428,12 @@ class _Rank:
             self._run(self._deferred.popleft())
 
     def _has_room(self, stage: int, kind: OpKind) -> bool:
-        if self._held + self._needs[kind][stage] > self._limit:
-            return False
+        _, adds, needs = self._of[kind][stage]
         then = self._room_of_w if kind is I or self._deferred else 0.0
-        return not then or self._held + self._adds[kind][stage] + then <= self._limit
+        return self._held + needs <= self._limit and (not then or self._held + adds + then <= self._limit)
 
     def _run(self, op: Op) -> None:
-        self.clock += self._seconds[op.kind][op.stage]
-        self._held += self._adds[op.kind][op.stage]
+        seconds, adds, _ = self._of[op.kind][op.stage]
+        self.clock += seconds
+        self._held += adds
         self.done.append(op)
