@@ -35,7 +35,7 @@ def auto(
     costs = (costs or replace(typical_costs(placement, "full"), working={})).alike
     limits = resolve_limits(memory_limit, placement, costs, microbatches, strict_for="Auto")
     lean = find_shortest("Auto-ZB", placement, microbatches, costs, MemoryLimit(limits, ""))
-    allowed = tuple(map(max, limits, lean.peak_memory))
+    allowed = tuple(map(max, limits, simulate(lean.schedule, costs).peak_memory))
 
     def excess(schedule: Schedule) -> float:
         """Memory above the limit, rounded so that ties go to the first schedule."""

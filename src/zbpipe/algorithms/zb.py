@@ -21,11 +21,12 @@ there are as many layers, and if messages do not block computations.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
-from operator import attrgetter, itemgetter
+from operator import attrgetter
+from typing import NamedTuple
 
 from zbpipe.algorithms.interleaved_1f1b import interleave, interleaved_1f1b, split_into_groups
 from zbpipe.algorithms.one_f_one_b import b_f
@@ -33,12 +34,12 @@ from zbpipe.algorithms.v_half import v_half
 from zbpipe.algorithms.v_min import v_min
 from zbpipe.algorithms.zbv import zbv
 from zbpipe.costs.job import MemoryLimit, resolve_limits
-from zbpipe.costs.model import ROUNDING, SENDS, CostModel, Transport
+from zbpipe.costs.model import ROUNDING, SENDS, CostModel, Transport, highest
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.planner.engine import at_hand
 from zbpipe.planner.problem import Problem, fit_within, make_leanest
 from zbpipe.planner.search import Effort, Search
-from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule, new_tuple
 from zbpipe.schedule.registry import register
 from zbpipe.simulator.lower_bound import lower_bound
 from zbpipe.simulator.simulation import simulate
@@ -55,6 +56,11 @@ _MOST_WITH_QUEUES = 3
 _BUDGET = 5e5
 """Budget of one search in timed ops: some 0.2 seconds without numba."""
 _interleaved = lru_cache(maxsize=16)(interleaved_1f1b)  # with its graph, which takes longer than its ops
+
+
+class Timed(NamedTuple):
+    makespan: float
+    schedule: Schedule
 
 
 @register(
@@ -123,7 +129,7 @@ def find_shortest(
     transport: Transport | None = None,
     *,
     search: bool = True,
-) -> Timeline:
+) -> Timed:
     """`zb` on any loop or wave. Without a `search` the result may exceed the limit if no filling is within it."""
     costs, transport = costs or typical_costs(placement), transport or Transport.IDEAL
     costs.require_microbatches(microbatches)
@@ -150,18 +156,23 @@ def _find_within(
     transport: Transport,
     *,
     search: bool,
-) -> Timeline:
+) -> Timed:
     alike = costs.alike
     plain = replace(alike, fill_waits="off")  # what W takes besides filled waits is known for whole orders only
     papers, filled = _fill_orders(name, placement, microbatches, plain, tuple(limits), transport)
-    unlimited = (inf,) * len(limits)
-    others = papers if filled else _fill_orders(name, placement, microbatches, plain, unlimited, transport)[1]
-    is_timed = not search or (transport is Transport.IDEAL and not costs.has_fsdp and not costs.varies)
-    found = filled[:1] if is_timed else list(filled)
+    is_ideal = transport is Transport.IDEAL and not costs.has_fsdp and not costs.varies
+    if filled and not search and is_ideal and costs == plain:
+        return filled[0]
+    others, seeds = papers, [each.schedule for each in filled]
+    if not filled:
+        unlimited = _fill_orders(name, placement, microbatches, plain, (inf,) * len(limits), transport)[1]
+        others = [each.schedule for each in unlimited]
+    found = seeds.copy() if search and not is_ideal else seeds[:1]
     if alike != plain:
-        found += _fill_orders(name, placement, microbatches, alike, tuple(limits), transport)[1][:1]
+        refilled = _fill_orders(name, placement, microbatches, alike, tuple(limits), transport)[1]
+        found += [each.schedule for each in refilled[:1]]
     if search and filled and is_searched(placement, microbatches):
-        found.append(find_best(name, [*filled[:_SEEDS], *papers], alike, limits, transport))
+        found.append(find_best(name, [*seeds[:_SEEDS], *papers], alike, limits, transport))
 
     def are_far() -> bool:
         shortest = min(simulate(each, plain).makespan for each in found)
@@ -171,8 +182,18 @@ def _find_within(
         found = found or others[:1]
     elif not found or (papers and is_searched(placement, microbatches, _MOST_TWICE) and are_far()):
         found.append(find_best(name, others[:_SEEDS], alike, limits, transport))
-    timelines = (simulate(each, costs, transport=transport) for each in found)
-    return min(timelines, key=attrgetter("makespan"))
+    return _find_shortest(found, costs, transport)
+
+
+def _find_shortest(schedules: Iterable[Schedule], costs: CostModel, transport: Transport) -> Timed:
+    """The schedule with the shortest step. Messages only delay one, so few are simulated with slow transports."""
+    ideal = sorted((Timed(simulate(each, costs).makespan, each) for each in schedules), key=attrgetter("makespan"))
+    best = ideal[0] if transport is Transport.IDEAL else Timed(inf, ideal[0].schedule)
+    for least, each in ideal:
+        if least >= best.makespan:
+            break
+        best = min(best, Timed(simulate(each, costs, transport=transport).makespan, each), key=attrgetter("makespan"))
+    return best
 
 
 def find_best(
@@ -202,10 +223,10 @@ def find_best(
         most = _MOST_WITH_QUEUES if transport is Transport.SHARED else None
         best = [problem.schedule(name, each.order) for each in found[:most]]
         fitting = (*best, *(replace(each, name=name) for each in leanest if problem.fits(each)))
-        return min(fitting, key=lambda each: simulate(each, costs, transport=transport).makespan)
+        return _find_shortest(fitting, costs, transport).schedule
     shortest = [each.order for each in search.kept if each.length <= search.shortest * (1 + ROUNDING)]
     schedules = [problem.schedule(name, order) for order in dict.fromkeys(shortest)]
-    return min(schedules, key=lambda each: max(simulate(each, costs).peak_memory)) if schedules[1:] else schedules[0]
+    return min(schedules, key=lambda each: max(highest(costs, row) for row in each))
 
 
 def is_searched(placement: Placement, microbatches: int, most: int = _MOST_SEARCHED) -> bool:
@@ -220,7 +241,7 @@ def _fill_orders(
     costs: CostModel,
     limits: tuple[float, ...],
     transport: Transport,
-) -> tuple[list[Schedule], list[Schedule]]:
+) -> tuple[list[Schedule], list[Timed]]:
     """The papers' schedules on this placement, and the orders filled within the limits."""
     papers, orders = _list_orders(placement, microbatches, transport)
     return papers, _fill_all(orders, Filler(name, placement, microbatches, costs, limits))
@@ -244,18 +265,18 @@ def list_leanest(placement: Placement, microbatches: int, costs: CostModel) -> I
     filler = Filler("", placement, microbatches, costs, (inf,) * placement.num_ranks)
     for order in _list_orders(placement, microbatches, Transport.IDEAL)[1]:
         if filled := filler.fill(order, 0):
-            yield simulate(filled[1], costs)
+            yield simulate(filled.schedule, costs)
 
 
-def _fill_all(orders: Sequence[Order], filler: Filler) -> list[Schedule]:
+def _fill_all(orders: Sequence[Order], filler: Filler) -> list[Timed]:
     """The shortest ways to fill W into the orders within the limits, the best first, and last the one without W."""
     ranks, microbatches = filler.placement.num_ranks, filler.microbatches
     ways = (0, 0.0), (ranks, 0.0), (microbatches, 0.5), (microbatches, 1.0)
     without_w, *others = [filler.fill(order, apart, patience) for order in orders for apart, patience in ways]
-    shortest = sorted(filter(None, (without_w, *others)), key=itemgetter(0))[:_SEEDS]
+    shortest = sorted(filter(None, (without_w, *others)), key=attrgetter("makespan"))[:_SEEDS]
     if without_w and all(each is not without_w for each in shortest):
         shortest.append(without_w)
-    return [schedule for _, schedule in shortest]
+    return shortest
 
 
 def with_short_warm_up(placement: Placement, microbatches: int) -> Order:
@@ -317,9 +338,8 @@ class Filler:
         self._limits = [limit * (1 + ROUNDING) for limit in limits]
         rank_of, last = placement.rank_of, placement.num_stages - 1
         known = {kind: [costs.of(stage, kind) for stage in stages] for kind in _KINDS}
-        self.seconds = {kind: [each.seconds for each in row] for kind, row in known.items()}
-        self.adds = {kind: [each.adds for each in row] for kind, row in known.items()}
-        self.needs = {kind: [each.needs for each in row] for kind, row in known.items()}
+        self.of = {kind: [(each.seconds, each.adds, each.needs) for each in row] for kind, row in known.items()}
+        """Seconds, memory that is added, and memory that is needed, by kind and stage."""
         self._next = {
             F: [(stage + 1, F) if stage < last else (stage, I) for stage in stages],
             I: [(stage - 1, I) for stage in stages],
@@ -333,7 +353,7 @@ class Filler:
             for (kind, row), send in zip(self._next.items(), SENDS, strict=True)
         }
 
-    def fill(self, order: Order, apart: int, patience: float = 0.0) -> tuple[float, Schedule] | None:
+    def fill(self, order: Order, apart: int, patience: float = 0.0) -> Timed | None:
         """Run each op as soon as possible, and W where its rank would wait, or where an F or I finds no room.
 
         An I without room even then becomes a B. Returns seconds with the ideal transport, and the schedule; None if
@@ -350,33 +370,36 @@ class Filler:
         ranks = [_Rank(self, row, limit, patience) for row, limit in zip(order, self._limits, strict=True)]
         whole = range(apart, self.microbatches - apart)
         arrivals: dict[tuple[int, OpKind, int], float] = {(0, F, each): 0.0 for each in range(self.microbatches)}
-        waiting = deque(range(len(ranks)))
+        waiting = deque(ranks)
         while waiting:
-            rank = ranks[waiting.popleft()]
-            while rank.left and (arrival := arrivals.pop(rank.left[-1], None)) is not None:
-                stage, kind, microbatch = op = rank.left.pop()
+            rank = waiting.popleft()
+            left = rank.left
+            while left and (arrival := arrivals.pop(left[-1], None)) is not None:
+                stage, kind, microbatch = op = left.pop()
                 if not rank.run(op, B if kind is I and microbatch in whole else kind, arrival):
                     return None
                 after, kind_after = self._next[kind][stage]
                 if after >= 0:
-                    arrivals[after, kind_after, microbatch] = rank.clock + self._transfer[kind][stage]
-                    waiting.append(self.placement.rank_of[after])
+                    taker = after, kind_after, microbatch
+                    arrivals[taker] = rank.clock + self._transfer[kind][stage]
+                    other = ranks[self.placement.rank_of[after]]
+                    if other is not rank and other.left[-1] == taker:
+                        waiting.append(other)
         if any(rank.left for rank in ranks):
             raise ValueError("in this order of F and I, ranks wait for each other")
         for rank in ranks:
             rank.run_all_w()
         found = Schedule(self.name, self.placement, self.microbatches, tuple(tuple(rank.done) for rank in ranks))
         fills = self._costs.fill_waits != "off"
-        return simulate(found, self._costs).makespan if fills else max(rank.clock for rank in ranks), found
+        return Timed(simulate(found, self._costs).makespan if fills else max(rank.clock for rank in ranks), found)
 
 
 class _Rank:
     """One rank's ops so far and to come, its clock, its memory and its deferred W."""
 
     def __init__(self, filler: Filler, order: Sequence[Op], limit: float, patience: float) -> None:
-        self._seconds, self._adds, self._needs = filler.seconds, filler.adds, filler.needs
-        self._limit, self._share = limit, 1 - patience
-        self._room_of_w = max(self._needs[W][op.stage] for op in order)
+        self._of, self._limit, self._share = filler.of, limit, 1 - patience
+        self._room_of_w = max(needs for _, _, needs in (self._of[W][op.stage] for op in order))
         self.left = list(reversed(order))
         """Remaining F and I, the next one last."""
         self.done: list[Op] = []
@@ -385,19 +408,19 @@ class _Rank:
 
     def run(self, op: Op, kind: OpKind, arrival: float) -> bool:
         """Run an op as this kind once its input has arrived, after W that fits before it; False without room."""
-        stage, deferred, of_w = op.stage, self._deferred, self._seconds[W]
-        while deferred and self.clock + self._share * of_w[deferred[0].stage] <= arrival * (1 + ROUNDING):
+        stage, deferred = op.stage, self._deferred
+        while deferred and self.clock + self._share * self._of[W][deferred[0].stage][0] <= arrival * (1 + ROUNDING):
             self._run(deferred.popleft())
-        while deferred and not self._has_room(stage, kind):
+        while not (has_room := self._has_room(stage, kind)) and deferred:
             self._run(deferred.popleft())
-        if kind is I and not self._has_room(stage, kind):
-            kind = B
-        if not self._has_room(stage, kind):
+        if not has_room and kind is I:
+            kind, has_room = B, self._has_room(stage, B)
+        if not has_room:
             return False
         self.clock = max(self.clock, arrival)
-        self._run(op if kind is op.kind else Op(stage, kind, op.microbatch))
+        self._run(op if kind is op.kind else new_tuple(Op, (stage, kind, op.microbatch)))
         if kind is I:
-            deferred.append(Op(stage, W, op.microbatch))
+            deferred.append(new_tuple(Op, (stage, W, op.microbatch)))
         return True
 
     def run_all_w(self) -> None:
@@ -405,12 +428,12 @@ class _Rank:
             self._run(self._deferred.popleft())
 
     def _has_room(self, stage: int, kind: OpKind) -> bool:
-        if self._held + self._needs[kind][stage] > self._limit:
-            return False
+        _, adds, needs = self._of[kind][stage]
         then = self._room_of_w if kind is I or self._deferred else 0.0
-        return not then or self._held + self._adds[kind][stage] + then <= self._limit
+        return self._held + needs <= self._limit and (not then or self._held + adds + then <= self._limit)
 
     def _run(self, op: Op) -> None:
-        self.clock += self._seconds[op.kind][op.stage]
-        self._held += self._adds[op.kind][op.stage]
+        seconds, adds, _ = self._of[op.kind][op.stage]
+        self.clock += seconds
+        self._held += adds
         self.done.append(op)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from zbpipe.algorithms.zb import find_shortest, is_searched, list_leanest
+from zbpipe.algorithms.zb import Timed, find_shortest, is_searched, list_leanest
 from zbpipe.costs.job import JobCosts, MemoryLimit, as_cost_model
 from zbpipe.costs.layers import Layer, LayerCosts, Sizes, Split, balance, even_sizes, move_layer, split_of
 from zbpipe.costs.model import SENDS, CostModel, Transport
@@ -106,11 +106,11 @@ def cutting(
             """Times in units of the work of all layers."""
             return usual_costs(placement, checkpointing, tensor, layers.times(split_of(sizes)))
 
-        def fill(sizes: Sizes) -> Timeline:
+        def fill(sizes: Sizes) -> Timed:
             return find_shortest("ZB", placement, number, costs(sizes), search=False)
 
         starts = {balance(layers, placement), even_sizes(len(layers.layers), placement.num_stages)}
-        filled: dict[Sizes, Timeline] = {}
+        filled: dict[Sizes, Timed] = {}
         for bound, sizes in sorted((lower_bound(placement, costs(each), number), each) for each in starts):
             if all(bound <= each.makespan for each in filled.values()):
                 filled[sizes] = fill(sizes)

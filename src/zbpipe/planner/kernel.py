@@ -783,15 +783,6 @@ def sort_by_start(job: Job, lists: Lists, begin: Floats, end: Floats) -> None:
             position += 1
 
 
-def starts(job: Job, order: Ints) -> Floats:
-    """Starts of the ops if the ranks run them in this order, by position. A W starts with its B."""
-    total, microbatches = len(order), job.microbatches
-    lists, end, unused = link(job, order), fill(total, 0.0), fill(total, 0.0)
-    replay(job, lists, end, unused, unused, 0, total - 1, total - 1, NEVER)
-    ops = (number - microbatches if lists.ops[number].gone else number for number in lists.order)
-    return [end[number] - lists.ops[number].seconds for number in ops]
-
-
 def measure(job: Job, last: Ints, end: Floats) -> float:
     longest = 0.0
     for rank in range(job.ranks):

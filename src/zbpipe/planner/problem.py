@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import frexp, inf, ldexp
 from typing import Any
 
 from zbpipe.costs.job import most_room
 from zbpipe.costs.model import ROUNDING, SENDS, CostModel, OpCosts, highest
-from zbpipe.planner.kernel import NEVER, Job, Node, starts
+from zbpipe.planner.kernel import NEVER, Job, Node
 from zbpipe.schedule.graph import CycleError
-from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule, new_tuple
 from zbpipe.simulator import lower_bound
 from zbpipe.simulator.simulation import period, simulate
+from zbpipe.simulator.time_graph import longest_path
 
 KINDS = (OpKind.F, OpKind.I, OpKind.W)
 
@@ -136,27 +137,28 @@ class Problem:
 
     def schedule(self, name: str, order: Iterable[int]) -> Schedule:
         rows: list[list[Op]] = [[] for _ in self.limits]
+        rank_of, microbatches, num_ops = self.placement.rank_of, self.num_microbatches, self.num_ops
         for number in order:
-            full, op = divmod(number, self.num_ops)
-            node, microbatch = divmod(op, self.num_microbatches)
-            stage, kind = divmod(node, 3)
-            if full and KINDS[kind] is OpKind.W:
-                continue
-            rows[self.placement.rank_of[stage]].append(Op(stage, OpKind.B if full else KINDS[kind], microbatch))
-        return Schedule(name, self.placement, self.num_microbatches, tuple(map(tuple, rows)))
+            stage, kind = divmod(number % num_ops // microbatches, 3)
+            if number < num_ops:
+                rows[rank_of[stage]].append(new_tuple(Op, (stage, KINDS[kind], number % microbatches)))
+            elif kind == 1:
+                rows[rank_of[stage]].append(new_tuple(Op, (stage, OpKind.B, number % microbatches)))
+        return Schedule(name, self.placement, microbatches, tuple(map(tuple, rows)))
 
     def order(self, schedule: Schedule) -> list[int]:
         """Ops of a valid schedule in order of their starts. A B that cannot help becomes I and W."""
         run = schedule if all(self.merges) else replace(schedule, ops=tuple(map(tuple, map(self._as_run, schedule))))
         graph = run.graph
         try:
-            ops = (graph.nodes[each] for each in graph.order)
+            starts, _ = longest_path(graph, [self._seconds.get(each[:2], 0.0) for each in graph.nodes])
+            ops = (graph.nodes[each] for each in sorted(graph.order, key=starts.__getitem__))
             order = [number for op in ops if isinstance(op, Op) for number in self._numbers(op)]
         except CycleError:
             order = []
         if not len(order) == len(set(order)) == self.num_ops:
             raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate lists the findings")
-        return self.sort_by_start(order)
+        return order
 
     def list_one_by_one(self) -> list[int]:
         """An order that fits whenever any does: one microbatch after the other."""
@@ -166,8 +168,17 @@ class Problem:
         ops = (Op(*each, microbatch) for microbatch in microbatches for each in one)
         return [number for op in ops for number in self._numbers(op)]
 
-    def sort_by_start(self, order: list[int]) -> list[int]:
-        return [op for _, op in sorted(zip(starts(self.job, order), order, strict=True), key=lambda pair: pair[0])]
+    @cached_property
+    def _seconds(self) -> dict[tuple[int, str], float]:
+        """The job's seconds of ops and messages, by stage and kind."""
+        found = dict[tuple[int, str], float]()
+        for number, node in enumerate(self.job.nodes):
+            stage, kind = divmod(number, 3)
+            found[stage, KINDS[kind]] = node.seconds
+            if kind < 2:
+                found[stage + 2 * kind - 1, SENDS[kind]] = node.lag
+                found[stage, OpKind.B] = node.whole
+        return found
 
     def length(self, order: Iterable[int]) -> float:
         """Seconds of the objective: makespan or period; at most the length in the inner loops."""
@@ -176,11 +187,8 @@ class Problem:
 
     def fits(self, schedule: Schedule) -> bool:
         """Whether all ranks keep their limits if I and W replace each B that saves no memory."""
-
-        def peak(ops: Iterable[Op]) -> float:
-            return highest(self.costs, self._as_run(ops))
-
-        return all(peak(ops) <= limit for ops, limit in zip(schedule, self.job.limit, strict=True))
+        rows = zip(schedule, self.job.limit, strict=True)
+        return all(highest(self.costs, self._as_run(ops)) <= limit for ops, limit in rows)
 
     def _first_starts(self, exact: Callable[[float], float], transfer: Callable[[int, int], float]) -> list[float]:
         """Arrival of the first microbatch on each rank if nothing delays it. The inner loops count from then on, so
@@ -263,6 +271,8 @@ def fit_within(schedule: Schedule, costs: CostModel, limits: Sequence[float]) ->
 class _Row:
     def __init__(self, costs: CostModel, limit: float) -> None:
         self._costs, self._limit = costs, limit
+        self._saved_by_b = cache(costs.saved_by_b)
+        self._split = cache(lambda stage: highest(costs, ((stage, OpKind.I), (stage, OpKind.W))))
         self._ops: list[Op] = []
         self._held = 0.0
         self._waiting: deque[Op] = deque()
@@ -281,23 +291,25 @@ class _Row:
         return tuple(self._ops)
 
     def _run_backward(self, op: Op) -> None:
-        weights, stage = op._replace(kind=OpKind.W), op.stage
+        stage, kind, microbatch = op
+        weights, saves = new_tuple(Op, (stage, OpKind.W, microbatch)), self._saved_by_b(stage) > 0
         adds = (self._costs.of(*each).adds for each in self._waiting)
-        both, saves = ((stage, OpKind.I), (stage, OpKind.W)), self._costs.saved_by_b(stage) > 0
-        if op.kind is OpKind.I and (not saves or self._held + sum(adds) + highest(self._costs, both) <= self._limit):
+        if kind is OpKind.I and (not saves or self._held + sum(adds) + self._split(stage) <= self._limit):
             self._run(op, then=weights)
             self._waiting.append(weights)
         elif saves:
-            self._run(op._replace(kind=OpKind.B))
+            self._run(new_tuple(Op, (stage, OpKind.B, microbatch)))
         else:
-            self._run(op._replace(kind=OpKind.I), then=weights)
+            self._run(new_tuple(Op, (stage, OpKind.I, microbatch)), then=weights)
             self._run(weights)
 
     def _run(self, op: Op, then: Op | None = None) -> None:
         """Run W as needed, then `op`, so that `op` fits, and after it any single W that is deferred or is `then`."""
+        cost = self._costs.of(*op[:2])
         while self._waiting:
-            coming = {(each.stage, each.kind) for each in ((*self._waiting, then) if then else self._waiting)}
-            if self._held + max(highest(self._costs, (op[:2], each)) for each in coming) <= self._limit:
+            coming = {each.stage for each in ((*self._waiting, then) if then else self._waiting)}
+            most = max(self._costs.of(stage, OpKind.W).needs for stage in coming)
+            if self._held + max(cost.needs, cost.adds + most) <= self._limit:
                 break
             self._append(self._waiting.popleft())
         self._append(op)

@@ -149,6 +149,19 @@ class ListScheduler:
         """The length and the order after moving all ops to the end and back."""
         return self.engine.justify(self.job, self.mirrored, self.engine.integers(order))
 
+    def anneal(
+        self, order: Sequence[int], heat: float = 0.0, work: int = 0, seed: int = 1
+    ) -> tuple[float, list[int], int]:
+        """The length, the order, and the work done. See `kernel.anneal`."""
+        target = self.problem.lower_bound * (1 + ROUNDING)
+        return self.engine.anneal(self.job, self.engine.integers(order), target, heat, work, seed)
+
+    def length(self, order: Sequence[int]) -> float:
+        """Seconds of the objective if the ranks run their ops in this order."""
+        if self.problem.by_period or self.problem.costs.has_fsdp:  # which the inner loops ignore
+            return self.problem.length(order)
+        return self.anneal(order)[0]
+
     def list_by_kind(self) -> list[tuple[float, list[int]]]:
         """Orders by kind only: I or F first, W last or before F, patience of 0, 0.5 and 1 W; where B saves memory, as
         few and as many B as possible."""
@@ -261,27 +274,27 @@ class Search:
     progress: Progress = report_nothing
     best: Found | None = None
     kept: list[Found] = field(default_factory=list)
-    """All orders whose time was simulated."""
+    """All orders that were timed."""
 
     def __post_init__(self) -> None:
         self.left = self.budget
         self.random = Random(self.seed)
+        self.schedulers = {problem.name: ListScheduler(problem, self.engine) for problem in self.problems}
 
     def run(self, seeds: Iterable[tuple[Problem, list[int], str]]) -> Found:
         """The best order found from known orders, with their names, and from list scheduling."""
         found = [self.keep(*seed) for seed in seeds]
-        schedulers = {problem.name: ListScheduler(problem, self.engine) for problem in self.problems}
         # With more legs, climbs find equally good orders.
-        for problem in (each for each in self.problems if schedulers[each.name].legs == 1):
-            known = schedulers[problem.name].list_around_the_first()
-            found += [self.keep(problem, order, "list scheduling") for length, order in known if length < NEVER]
+        for scheduler in (each for each in self.schedulers.values() if each.legs == 1):
+            known = [order for length, order in scheduler.list_around_the_first() if length < NEVER]
+            found += [self.keep(scheduler.problem, order, "list scheduling") for order in known]
         waiting = sorted(self.problems, key=lambda problem: problem.lower_bound)
         for climbs in reversed(range(1, self.effort.climbs + 1)):
             budget = (self.left - (1 - _SHARE_OF_SHAPES) * self.budget) / climbs
             for problem in waiting:
                 if problem.lower_bound * (1 + ROUNDING) >= self.shortest:
                     break
-                order = self.shapes(problem, schedulers[problem.name], budget / len(waiting))
+                order = self.shapes(self.schedulers[problem.name], budget / len(waiting))
                 found.append(self.keep(problem, order, "list scheduling"))
                 self.spend(0)  # reports the best so far
             # A placement that is far behind after one climb does not catch up. The others get its share.
@@ -289,14 +302,15 @@ class Search:
             waiting = [each for each in waiting if reached.get(each.name, inf) < _WORTH * self.shortest]
         return self.race(found)
 
-    def shapes(self, problem: Problem, scheduler: ListScheduler, budget: float) -> list[int]:
+    def shapes(self, scheduler: ListScheduler, budget: float) -> list[int]:
         """The best order of list scheduling: random shapes, then more and more variations of the best one."""
+        problem = scheduler.problem
         budget = max(budget, _LEAST_CLIMB * problem.num_ops)
         best, begin = PriorityParams.plain(scheduler.legs), self.left
         shortest, order = scheduler.run(best)
         if shortest == NEVER:
             order = problem.list_one_by_one()
-            shortest = problem.length(order)
+            shortest = scheduler.length(order)
         length = shortest
         while (spent := begin - self.left) < budget and length > problem.lower_bound * (1 + ROUNDING):
             fresh = spent < budget / 4 or self.random.random() < 0.1
@@ -337,18 +351,11 @@ class Search:
         problem = start.problem
         mean = sum(node.seconds for node in problem.job.nodes) / len(problem.job.nodes)
         heat = mean * min(self.effort.heat * sqrt(max(work, 1) / problem.num_ops / 1000), _MOST_HEAT)
-        job, mirrored = self.engine.prepare(problem.job), self.engine.prepare(problem.mirrored)
-        _, order, done = self.engine.anneal(
-            job,
-            self.engine.integers(start.order),
-            problem.lower_bound * (1 + ROUNDING),
-            heat,
-            max(int(work), 1),
-            self.random.randrange(1, 2**31 - 1),
-        )
+        scheduler, seed = self.schedulers[problem.name], self.random.randrange(1, 2**31 - 1)
+        _, order, done = scheduler.anneal(start.order, heat, max(int(work), 1), seed)
         self.spend(done)
         by = start.by if start.by.endswith("annealing") else f"{start.by}, annealing"
-        _, order = self.engine.justify(job, mirrored, self.engine.integers(order))
+        _, order = scheduler.justify(order)
         better = self.keep(problem, order, by)
         return better if better.length < start.length else start
 
@@ -357,7 +364,7 @@ class Search:
         return self.best.length if self.best else inf
 
     def keep(self, problem: Problem, order: list[int], by: str) -> Found:
-        found = Found(problem, tuple(order), problem.length(order), by)
+        found = Found(problem, tuple(order), self.schedulers[problem.name].length(order), by)
         self.kept.append(found)
         if found.length < self.shortest:
             self.best = found

@@ -79,12 +79,12 @@ def simulate(
     chosen = None if receives is None else Receives.parse(receives)
     overlaps_fsdp = transport is not Transport.SHARED and overlaps_fsdp
     require_runnable(schedule)
-    rows: Rows = ()
     if transport.has_queues:
-        chosen, rows = _find_receives(schedule, costs, transport, chosen, overlaps_fsdp)
-    graph = TimeGraph(schedule, transport, rows, has_fsdp=costs.has_fsdp, overlaps_fsdp=overlaps_fsdp)
+        chosen, graph = _find_receives(schedule, costs, transport, chosen, overlaps_fsdp)
+    else:
+        chosen, graph = None, TimeGraph(schedule, transport, has_fsdp=costs.has_fsdp, overlaps_fsdp=overlaps_fsdp)
     timeline = _make_timeline(graph, costs)
-    return replace(timeline, transport=transport, receives=chosen if rows else None, overlaps_fsdp=overlaps_fsdp)
+    return replace(timeline, transport=transport, receives=chosen, overlaps_fsdp=overlaps_fsdp)
 
 
 def _make_timeline(graph: TimeGraph, costs: CostModel) -> Timeline:
@@ -168,24 +168,24 @@ def _find_receives(
     transport: Transport,
     receives: Receives | None = None,
     overlaps_fsdp: Overlap = True,
-) -> tuple[Receives, Rows]:
-    """The best way to receive, or the given one, and the lists with messages."""
+) -> tuple[Receives, TimeGraph]:
+    """The best way to receive, or the given one, and the step's graph with its messages."""
     fills: FillWaits | None = "off" if schedule.has_copies else None
     ideal = simulate(schedule.computations, costs, overlaps_fsdp=overlaps_fsdp, fill_waits=fills)
     messages = add_messages(schedule)
-    if receives:
-        return receives, place_receives(messages, receives, ideal)
-    best, shortest = _PREFERRED[0], inf
-    best_rows: Rows = ()
-    for each in (*_PREFERRED, Receives.RENDEZVOUS) if transport is Transport.SHARED else _PREFERRED:
+    ways = (*_PREFERRED, Receives.RENDEZVOUS) if transport is Transport.SHARED else _PREFERRED
+    found: list[tuple[Receives, TimeGraph]] = []
+    shortest = inf
+    for each in [receives] if receives else ways:
         if ideal.makespan >= shortest * _WORTH_IT:
             break
         rows = place_receives(messages, each, ideal)
         graph = TimeGraph(schedule, transport, rows, has_fsdp=costs.has_fsdp, overlaps_fsdp=overlaps_fsdp)
         makespan = max(longest_path(graph, durations(graph, costs))[1])
         if makespan < shortest * _WORTH_IT:
-            best, best_rows, shortest = each, rows, makespan
-    return best, best_rows
+            found.append((each, graph))
+            shortest = makespan
+    return found[-1]
 
 
 LEAST_GAIN = 1e-3

@@ -225,11 +225,12 @@ def arguments_of_blocks(model: nn.Module) -> tuple[Any, ...]:
 
 def workload_of(config: Any, degrees: Degrees, name: str) -> Workload:
     """The workload of TorchTitan's config on these degrees. `Workload.on` converts it to others."""
-    own = _count(config)
+    count = _counter(config)
+    own = count(config)
 
     @cache
     def counted(how: Checkpointing) -> _Counted:
-        return own if how is own.checkpointing else _count(with_checkpointing(config, how))
+        return own if how is own.checkpointing else count(with_checkpointing(config, how))
 
     def make(degrees: Degrees, how: Checkpointing | None) -> Workload:
         return _workload(config, degrees, name=name, counted=counted(how or own.checkpointing))
@@ -299,41 +300,46 @@ def _times_of_layers(of_modules: dict[str, tuple[float, float, float]]) -> Itera
         yield tuple(map(sum, zip(*(of_modules[name] for name in names), strict=True)))
 
 
-def _count(config: Any) -> _Counted:
-    """Count the embedding, each block, and norm with head. Identical blocks are counted only once."""
+def _counter(config: Any) -> Callable[[Any], _Counted]:
+    """Function that counts the embedding, each block, and norm with head, with the checkpointing of a config. Identical
+    blocks are counted only once, and the model is built only once."""
     whole = build_on_meta(config)
     model, tokens = whole.module, prod(batches.shape(config))
     require_decoder(model)
-    float8 = take_float8(config, model)
-    blocks = dict(model.get_submodule("layers").named_children())
-    before = layer_split.read_shapes(whole, max(len(blocks), 1))._replace(is_float8=float8)
+    float8, layers = take_float8(config, model), model.get_submodule("layers")
+    plain = dict(layers.named_children())
+    before = layer_split.read_shapes(whole, max(len(plain), 1))._replace(is_float8=float8)
     per_token = float(whole.config.get_nparams_and_flops(model, whole.seq_len)[1])
-    how, hidden = apply_checkpointing(config, model), (*batches.shape(config), whole.config.dim)
-
-    def call_of(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        dtype = next(blocks[name].parameters()).dtype
-        x = torch.empty(hidden, device="meta", dtype=dtype, requires_grad=True)
-        return (x, *arguments_of_blocks(model)), {}
-
-    blocks = dict(model.get_submodule("layers").named_children())
-    shapes = {name: before.of_modules[f"layers.{name}"] for name in blocks}
+    shapes = {name: before.of_modules[f"layers.{name}"] for name in plain}
     chunks, (norm, output) = batches.chunks_of_loss(config), map(model.get_submodule, HEAD)
     in_head = count_parameters(norm) + count_parameters(output)
-    return _Counted(
-        embedding=_first_layer(model, tokens),
-        blocks=count_blocks(blocks, call_of, shapes, tokens, how, before.attention),
-        head=count_head(HEAD, layer_work.products(output), in_head, tokens, chunks),
-        chunks=chunks,
-        dim=whole.config.dim,
-        key_heads=key_heads(whole.config),
-        checkpointing=how,
-        style=STYLE_OF_BLOCKS,
-        ties_weights=bool(getattr(whole.config, "enable_weight_tying", False)),
-        float8=float8,
-        sends_once=sends_once(config, model),
-        operations=per_token,
-        shapes=before,
-    )
+
+    def call_of(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden, dtype = (*batches.shape(config), whole.config.dim), next(plain[name].parameters()).dtype
+        return (torch.empty(hidden, device="meta", dtype=dtype, requires_grad=True), *arguments_of_blocks(model)), {}
+
+    def count(config: Any) -> _Counted:
+        how = apply_checkpointing(config, model)
+        blocks = dict(layers.named_children())
+        for name, block in plain.items():
+            layers.register_module(name, block)
+        return _Counted(
+            embedding=_first_layer(model, tokens),
+            blocks=count_blocks(blocks, call_of, shapes, tokens, how, before.attention),
+            head=count_head(HEAD, layer_work.products(output), in_head, tokens, chunks),
+            chunks=chunks,
+            dim=whole.config.dim,
+            key_heads=key_heads(whole.config),
+            checkpointing=how,
+            style=STYLE_OF_BLOCKS,
+            ties_weights=bool(getattr(whole.config, "enable_weight_tying", False)),
+            float8=float8,
+            sends_once=sends_once(config, model),
+            operations=per_token,
+            shapes=before,
+        )
+
+    return count
 
 
 def _first_layer(model: nn.Module, tokens: int) -> CountedLayer:
