@@ -25,14 +25,14 @@ BUDGETS = {
     "src/zbpipe/cli": 1568,
     "src/zbpipe/costs": 982,
     "src/zbpipe/estimation": 1492,
-    "src/zbpipe/frameworks": 3542,
+    "src/zbpipe/frameworks": 3536,
     "src/zbpipe/planner": 1805,
     "src/zbpipe/runtime": 8373,
     "src/zbpipe/schedule": 705,
     "src/zbpipe/simulator": 1527,
     "src/zbpipe/titan": 62,
     "src/zbpipe/views": 1022,
-    "tests": 22682,
+    "tests": 22701,
     "benchmarks": 4040,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
