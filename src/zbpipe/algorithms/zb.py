@@ -384,7 +384,7 @@ class _Rank:
         self._deferred: deque[Op] = deque()
 
     def run(self, op: Op, kind: OpKind, arrival: float) -> bool:
-        """Run an op as this kind once its input has arrived, after W that fits before it; False without room."""
+        """Run an op once its input has arrived, and before it each W that fits. False if memory has no room for it."""
         stage, deferred, of_w = op.stage, self._deferred, self._seconds[W]
         while deferred and self.clock + self._share * of_w[deferred[0].stage] <= arrival * (1 + ROUNDING):
             self._run(deferred.popleft())

@@ -329,7 +329,7 @@ class _Job:
         return any(memory <= self.rates.device.usable_bytes for memory in memories)
 
     def planned(self, name: str, placement: Placement, budget: float) -> Step:
-        """The best plan on this placement within the room beside the weights, and within the job's limit."""
+        """The best plan on this placement within the memory that the weights leave, and within the job's limit."""
         split = self.cut.split(placement)
         costs = self.costs(placement, split)
         room, limit = self._room(placement, split), self.workload.memory_limit
@@ -477,7 +477,7 @@ class _Job:
             )
         yield (f"messages: {self.transport} (--transport), with receives posted where they are best")
         yield (
-            "FSDP: a pipeline gathers a stage beside its first F and reduces it beside its last W or B; torch's"
+            "FSDP: a pipeline gathers a stage during its first F and reduces it during its last W or B; torch's"
             " schedules gather before and reduce after them; without a pipeline, a layer's communication overlaps"
             " another's computation, and the longer of both counts"
         )
