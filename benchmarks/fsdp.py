@@ -1,4 +1,4 @@
-"""Steps of pipelines with FSDP2 against the simulator: gathers and reductions beside the computations, and torch's way.
+"""Steps of pipelines with FSDP2 against the simulator: gathers and reductions during the computations, and torch's way.
 
 Pipeline ranks times 2 data-parallel ones. Layers and collectives sleep; all else is real: processes, messages, torch's
 executor, FSDP2 with each layer as a module of its own, and its collectives over gloo. FSDP2 orders its work by streams,

@@ -385,7 +385,7 @@ class Cell(NamedTuple):
     shards: int = 1
     """Number of ranks over which FSDP2 shards each stage."""
     mode: str = "overlap"
-    """What FSDP2 does beside the computations."""
+    """What FSDP2 does during the computations."""
     compiled: bool = False
 
     @property

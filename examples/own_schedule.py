@@ -31,7 +31,7 @@ def late_w(ranks: int, microbatches: int) -> Schedule:
 
 
 def compare(ranks: int) -> None:
-    """What it promises, simulated with T_F = T_I = T_W = 1, beside two that zbpipe knows."""
+    """What it promises, simulated with T_F = T_I = T_W = 1, next to two that zbpipe knows."""
     for name in ("1F1B", "ZBH1", "LateW"):
         schedule = zbpipe.generate(name, ranks, MICROBATCHES)
         assert zbpipe.validate(schedule) == []

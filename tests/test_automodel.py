@@ -348,7 +348,7 @@ CPU_ONLY = {
     "model": {"torch_dtype": "float32"},
     "dist_env": {"backend": "gloo"},
 }
-EXAMPLE = Path(__file__).parents[1] / "examples" / "automodel" / "llama3_8b_zbv.yaml"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "automodel" / "llama3_8b.yaml"
 SMALL_STEPS = {
     "local_batch_size": 4,
     "global_batch_size": 8,  # two steps of the schedule for one of the optimizer
@@ -409,7 +409,7 @@ def run_recipes(pipeline: int, model: Path, folder: Path) -> dict[str, Written]:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(pipeline))
     job: list[str | Path] = ["-m", "zbpipe.run", "--", "-m", "automodel_on_cpu", *configs]
     ended = process(*torchrun, *job, folder=Path(__file__).parent, timeout=400, OMP_NUM_THREADS="1")
-    assert ("the schedule ZBV and gets zbpipe's ZBV" in ended.stdout + ended.stderr) == (pipeline > 1)
+    assert ("the schedule ZB and gets zbpipe's ZB" in ended.stdout + ended.stderr) == (pipeline > 1)
     return {
         job: {
             name: [json.loads(line) for line in (folder / job / f"{name}.jsonl").read_text().splitlines()]
@@ -458,7 +458,7 @@ def test_automodel_takes_the_example() -> None:
     from nemo_automodel.recipes._dist_utils import parse_distributed_section
 
     section = parse_distributed_section(load_yaml_config(EXAMPLE).distributed.to_dict())
-    assert (section["pp_size"], section["pipeline_config"].pp_schedule) == (8, "ZBV")
+    assert (section["pp_size"], section["pipeline_config"].pp_schedule) == (8, "ZB")
 
 
 def test_a_pool_of_receive_buffers_made_for_1f1b_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_what_is_chosen_can_be_cut_and_no_other_number_is_shorter(
         # 16 stages of one block each do not make room for a head of four.
         (4, Model(16, 4), 0.0, "ZB runs 2 stages per rank in a wave: "),
         # 16 stages share 29 layers. A wave has the first and the last one on rank 0.
-        (8, Model(28, 1), 0.0, "ZBLoop runs 2 stages per rank in a loop: "),
+        (8, Model(28, 1), 0.0, "ZB runs 2 stages per rank in a loop: "),
         (4, Model(32), 0.05, "ZB runs 2 stages per rank in a wave: "),
         (4, Model(32), 0.3, "ZB runs 1 stage per rank: "),
         (4, Model(6), 0.0, "ZB runs 1 stage per rank: "),
@@ -121,7 +121,7 @@ def test_a_number_that_is_given_wins() -> None:
 def test_measured_costs_and_limits() -> None:
     """Costs of one placement allow that one. A limit below the least possible is refused, with the way out."""
     for placement, words in (
-        (Placement.loop(4, 2), "ZBLoop runs 2 stages per rank in a loop"),
+        (Placement.loop(4, 2), "ZB runs 2 stages per rank in a loop"),
         (Placement.v(4, 6), "ZB runs 6 stages per rank in a wave"),
     ):
         found = choose(ZB, 4, 8, Model(32), measured=JobCosts(CostModel.uniform(placement), placement))

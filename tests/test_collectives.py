@@ -1,4 +1,4 @@
-"""FSDP's collectives in the simulator: beside the first F of a stage, and beside its last W or B."""
+"""FSDP's collectives in the simulator: during the first F of a stage, and during its last W or B."""
 
 import json
 import re

@@ -120,10 +120,10 @@ def test_communication_makes_blocks_longer_and_not_the_head() -> None:
 @pytest.mark.parametrize(
     ("how", "limit", "stages", "words"),
     [
-        ("selective", None, 4, r"selective activation checkpointing: 1\.00x of 1F1B's; limit 1x, the default"),
-        ("full", None, 2, r"full .*: 1\.\d\dx of 1F1B's; limit: that of Interleaved1F1B, whose step would be shorter"),
-        ("full", "1.2x", 4, r"full .* and tensor parallelism over 2 ranks: 1\.\d\dx of 1F1B's; limit 1\.2x"),
-        ("measured", None, 4, r"the measured costs: 0\.\d+ GiB; limit 1x, the default"),
+        ("selective", None, 4, r"with selective checkpointing: 1\.00x of 1F1B's; limit 1x, the default"),
+        ("full", None, 2, r"with full .*: 1\.\d\dx of 1F1B's; limit: that of Interleaved1F1B, whose step would be"),
+        ("full", "1.2x", 4, r"with full .* and tensor parallelism over 2 ranks: 1\.\d\dx of 1F1B's; limit 1\.2x"),
+        ("measured", None, 4, r"from measured costs: 0\.\d+ GiB; limit 1x, the default"),
     ],
 )
 def test_the_lines_before_the_first_step(
@@ -155,7 +155,7 @@ def test_the_lines_before_the_first_step(
     share, *_ = map(float, re.findall(r"(\d+\.\d)%", cut))
     assert (f"%; all wait for rank 0, with {share / 50 - 1:.0%} more than average: try" in cut) == (how == "selective")
     assert (caplog.records[1].levelno == logging.WARNING) == (how == "selective")
-    assert re.fullmatch(rf"Memory of the worst rank, predicted for {words}.*", memory)
+    assert re.fullmatch(rf"Memory of the worst rank, predicted {words}.*", memory)
     assert messages == "Messages: timed receives, for the transport 'ideal'"
 
 

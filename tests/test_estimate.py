@@ -3,6 +3,7 @@
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from operator import le
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,14 @@ def workload(layers: int = 4, degrees: Degrees | None = None, microbatches: int 
     blocks = tuple(replace(block, modules=(f"layers.{n}",)) for n in range(layers))
     degrees = degrees or Degrees(pipeline=2)
     return Workload("toy", blocks, degrees, microbatches, 10, message_bytes=0, operations=1.2, words="made up")
+
+
+def by_checkpointing(layers: int, kept: float, degrees: Degrees, how: Checkpointing | None) -> Workload:
+    """Per layer and microbatch 1 GiB, and without checkpointing `kept`. F, I and W take equal times."""
+    made, each = workload(layers, degrees), GIB * (kept if how is Checkpointing.NONE else 1)
+    blocks = (replace(layer, f=1e15, i=1e15, w=1e15, activations=each, waits=each) for layer in made.layers)
+    remade = partial(by_checkpointing, layers, kept)
+    return replace(made, layers=tuple(blocks), checkpointing=how, remade=remade)
 
 
 def named(work: Workload, *names: str, device: Device = ONE_A_SECOND, **more: Any) -> Estimate:
@@ -674,8 +683,10 @@ NOW: dict[str, dict[str, Any]] = {
 }
 
 
-def advised(rows: dict[str, dict[str, Any]], fsdp: float = 2.0, lighter: float | None = None) -> tuple[str, str, str]:
-    """The answer to these rows: its sentence, what to type, and what other checkpointing gains."""
+def advised(
+    rows: dict[str, dict[str, Any]], fsdp: float = 2.0, lighter: float | None = None, rival: float = 9.0
+) -> tuple[str, str, str]:
+    """The answer to these rows: its sentence, what to type, and what other checkpointing gains, also FSDP (`rival`)."""
     timeline, each = simulate(generate("1F1B", 2, 2)), Memory(*[GIB] * 7)
     step = Step("", "", 1, 1.0, 0, 1, None, each, True, timeline=timeline, algorithm=resolve("1F1B"), is_typed=True)
     steps = [replace(step, **({"schedule": name.split()[0]} | changes)) for name, changes in rows.items()]
@@ -693,7 +704,8 @@ def advised(rows: dict[str, dict[str, Any]], fsdp: float = 2.0, lighter: float |
         checkpointing=Checkpointing.FULL,
     )
     less = replace(step, schedule="ZB", seconds=lighter or 0.0, checkpointing=Checkpointing.SELECTIVE)
-    others = () if lighter is None else (less, replace(less, schedule="1F1B", seconds=1.0))
+    apart = replace(less, schedule=NO_PIPELINE, timeline=None, seconds=rival, batch=(1, 64, 8))
+    others = () if lighter is None else (less, replace(less, schedule="1F1B", seconds=1.0), apart)
     ordered = sorted(steps, key=lambda each: (not each.runs, not each.fits, each.seconds))
     found = Estimate(work, ONE_A_SECOND, tuple(ordered), (), (), others).advice
     assert found is not None
@@ -748,26 +760,35 @@ def test_a_lighter_checkpointing_with_another_row_comes_with_all_to_type() -> No
 def test_the_lightest_checkpointing_that_fits_is_tried(kept: float, ranks: int, gib: int, rows: set[Any]) -> None:
     """Per layer and microbatch 1 GiB, and without checkpointing `kept`, of which two ranks hold some 2 each. VHalf
     takes less where ZB does not fit."""
-
-    def remade(degrees: Degrees, checkpointing: Checkpointing | None) -> Workload:
-        made = workload(ranks**2, degrees)
-        each = kept if checkpointing is Checkpointing.NONE else 1
-        layers = tuple(replace(layer, activations=each * GIB, waits=each * GIB) for layer in made.layers)
-        return replace(made, layers=layers, checkpointing=checkpointing, remade=remade)
-
-    work = remade(Degrees(pipeline=ranks), Checkpointing.FULL)
+    work = by_checkpointing(ranks**2, kept, Degrees(pipeline=ranks), Checkpointing.FULL)
     work = replace(work, schedule="ZB", num_stages=2 if ranks == 2 else None)
     found = estimate(work, replace(ONE_A_SECOND, gib=gib), only=[])
     assert {(step.schedule, step.checkpointing) for step in found.lighter if step.timeline} == rows
+
+
+def test_lighter_checkpointing_has_the_stages_that_the_job_then_chooses() -> None:
+    """Here a V, and a loop with full checkpointing."""
+    work = replace(by_checkpointing(8, 2, Degrees(pipeline=3), Checkpointing.FULL), schedule="ZB")
+    device = replace(ONE_A_SECOND, gib=1000)
+    lighter = next(each for each in estimate(work, device, only=[]).lighter if each.timeline)
+    then = estimate(replace(work.on(work.degrees, Checkpointing.NONE), schedule="ZB"), device, only=[]).own
+    assert then is not None
+    assert (lighter.placement, lighter.seconds, then.placement) == (then.placement, then.seconds, "v")
 
 
 def test_a_lighter_checkpointing_that_keeps_the_pipeline_comes_first() -> None:
     sentence, typed, more = advised(NOW, 1.02, lighter=0.9)
     assert sentence == (
         "Change to ZB with selective checkpointing: 0.9 s per step, 18.2% shorter than 1F1B (9.1% shorter by the"
-        " checkpointing alone), 7.0 of 85.0 GiB on the worst rank; with full checkpointing, drop the pipeline: 1.02 s."
+        " checkpointing alone), 7.0 of 85.0 GiB on the worst rank; FSDP without a pipeline: 1.02 s at best, with full"
+        " checkpointing."
     )
     assert (typed, more) == ("--pp.schedule ZB --ac selective", "")
+    assert advised(NOW, 1.02, lighter=0.9, rival=0.96)[0].endswith(": 0.96 s at best, with selective checkpointing.")
+    sentence, typed, more = advised(NOW, 1.02, lighter=0.9, rival=0.92)  # it gains as much without a pipeline
+    assert sentence.startswith("Drop the pipeline: 1.02 s")
+    assert "0.92 s with no pipeline (FSDP), 16.4% shorter than 1F1B now" in more
+    assert more.endswith("Type instead: --pp.degree 1 --batch 1 --global 64 --ac selective")
 
 
 def test_plan_and_compare_take_the_costs_of_a_job(file: Path) -> None:
@@ -833,3 +854,5 @@ def test_what_torch_refuses_is_left_out(name: str, stages: int, microbatches: in
     found = named(work, name, stages_per_rank=[stages])
     assert ("torch refuses" in "".join(reason for _, reason in found.left_out)) == refused
     assert any(step.schedule == name for step in found.steps) != refused
+    own = "\n".join(lines(estimate(replace(work, schedule=name), ONE_A_SECOND, only=[])))
+    assert own.startswith("Your schedule cannot run: torch refuses ") == refused

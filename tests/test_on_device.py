@@ -35,7 +35,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "copies to the host": (Copier, "copy_out", lambda *_: pytest.fail("cannot copy")),
     "times and memory of ops": (MemoryCounter, "within_op", lambda *_: nullcontext()),
     COMPILES: (stage, "defer_in_compiled_regions", lambda module, gradients: None),
-    "FSDP beside computations": (stage, "accumulate_and_reduce", lambda module, pending: None),
+    "FSDP during computations": (stage, "accumulate_and_reduce", lambda module, pending: None),
 }
 
 

@@ -273,7 +273,7 @@ def test_the_first_f_waits_for_each_module_when_it_needs_it(
     # The first microbatch leaves out most of them, and the second one finds them.
     assert gathered["narrow"] == (["narrow"] if mode == "overlap" else everything)
     assert gathered["normed"] == everything
-    begin, end = ("beside", "beside") if mode == "overlap" else ("before", "after")
+    begin, end = ("during", "during") if mode == "overlap" else ("before", "after")
     words = fsdp2.describe(mode, job.parts)
     assert words.startswith(
         f"FSDP: gathers {begin} a stage's first F, reductions {end} its last W or B; 0 of 14 modules"

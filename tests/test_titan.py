@@ -96,8 +96,8 @@ JOBS = {
     ),
     # ZB takes the checkpointing from the config.
     **{
-        f"lean {how}": Cell(schedule="ZB", checkpointing=how, says=(f"predicted for {how} activation checkpointing: ",))
-        for how in ("none", "full")
+        f"lean {how}": Cell(schedule="ZB", checkpointing=how, says=(f"predicted {words} checkpointing: ",))
+        for how, words in (("none", "without"), ("full", "with full"))
     },
     # As many stages per rank as the user's cut has: four of each rank, embedding and head count as layers. With nothing
     # but these on the outer stages, rank 0 of a wave has much less work than rank 1.
@@ -105,7 +105,7 @@ JOBS = {
         schedule="ZB",
         options=per_stage(1),
         says=(
-            "ZBLoop runs 4 stages per rank in a loop: .* than 1F1B as simulated .*; 4 stages per rank in a wave:",
+            "ZB runs 4 stages per rank in a loop: .* than 1F1B as simulated .*; 4 stages per rank in a wave:",
             "Using pipeline schedule ZBLoop with 4 microbatches and 8 stages",
         ),
     ),
@@ -116,7 +116,7 @@ JOBS = {
     ),
     "ZB": Cell(
         schedule="ZB",
-        says=("ZBLoop runs 2 stages per rank in a loop:", r"\(by work; ", "ZBLoop with 4 microbatches and 4 stages"),
+        says=("ZB runs 2 stages per rank in a loop:", r"\(by work; ", "ZBLoop with 4 microbatches and 4 stages"),
     ),
     # Options of this torch reach zbpipe's schedules and torch's own, to which TorchTitan does not pass them. torch's
     # split takes no checkpointing.
@@ -424,7 +424,7 @@ def test_zbpipes_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert not found.select_for("zbpipe", "job of zbpipe")
     assert parse([*options("unshard-lookahead auto")])[0].select_for("torch") == {"unshard_lookahead": "auto"}
     assert parse([*options("check-gradients 2")])[0].check_gradients == 2
-    for wrong in ("defer", "split-backward half", "max-active-stages -1", "unshard-lookahead 1,x", "check-gradients 0"):
+    for wrong in ("defer mean", "split-backward x", "profile-steps -1", "unshard-lookahead 1,x", "check-gradients 0"):
         with pytest.raises(SystemExit):
             parse([*options(wrong)])
         assert re.split("[ ,]", wrong)[-1] in capsys.readouterr().err

@@ -24,7 +24,7 @@ from zbpipe.schedule.registry import register
     summary="DeepSeek's cut-in-half schedule; p + 1/2 activations, and deferred gradients",
 )
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """The drawing, which needs 2p microbatches. With fewer, it is the drawing for 2p without the missing ones.
+    """The drawing, which needs 2p microbatches. With fewer, ops of the missing ones are left out.
 
     >>> print(dualpipe_v(2, 2))
     rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3B1 0B0 0B1

@@ -407,7 +407,7 @@ class _Rank:
         self._deferred: deque[Op] = deque()
 
     def run(self, op: Op, kind: OpKind, arrival: float) -> bool:
-        """Run an op as this kind once its input has arrived, after W that fits before it; False without room."""
+        """Run an op once its input has arrived, and before it each W that fits. False if memory has no room for it."""
         stage, deferred = op.stage, self._deferred
         while deferred and self.clock + self._share * self._of[W][deferred[0].stage][0] <= arrival * (1 + ROUNDING):
             self._run(deferred.popleft())

@@ -69,9 +69,9 @@ def _few(found: Estimate, named: Collection[str]) -> list[Step]:
 
 
 def _answer(found: Estimate) -> Iterator[str]:
-    advice = found.advice
+    advice, work = found.advice, found.workload
+    yield from (f"Your schedule cannot run: {reason}" for name, reason in found.left_out if name == work.schedule)
     if advice is None:
-        work = found.workload
         why = "No schedule that can run fits" if work.degrees.pipeline > 1 else "This job has no pipeline"
         option = dict(work.options.degrees)["pipeline"].format("P")
         yield f"{why}: --search compares other layouts, or name one by {option}."

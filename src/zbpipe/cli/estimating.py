@@ -114,10 +114,10 @@ def estimate(
 
 def _write(found: Estimate, name: str | None, output: Path) -> None:
     named = (step for step in found.steps if name and step.schedule.lower() == name.lower())
-    usual = found.on_these_degrees if found.job else found.best
-    step = usual if name is None else next(named, None)
+    advised = found.advice.step if found.advice and found.advice.step.timeline else found.best
+    step = next(named, None) if name else found.on_these_degrees if found.job else advised
     if step is None or step.timeline is None:
-        raise ValueError(f"--output {output} has nothing to write: {name or 'no schedule that fits'} has no row above")
+        raise ValueError(f"--output {output} has nothing to write: the table has no {name or 'schedule that fits'}")
     output.write_text(step.timeline.schedule.to_csv(), encoding="utf-8")
     click.echo(f"wrote {step.name} to {output}", err=True)
 

@@ -251,7 +251,7 @@ def choose(
     best, *others = sorted(steps, key=lambda each: round(steps[each] / filled[finalists[0]], _DIGITS))
 
     def tell() -> str:
-        words = f"{forms[best].name} runs {describe(best)}"
+        words = f"{algorithm.name} runs {describe(best)}"
         with suppress(ValueError):  # the costs may be of other stages
             loop, how = resolve("1F1B").make(ranks, microbatches), transport or Transport.IDEAL
             usual = simulate(loop, costs(loop.placement), transport=how).makespan

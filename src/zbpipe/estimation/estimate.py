@@ -199,7 +199,8 @@ class _Rows:
         best = self.add(f"plan, {zb.placement}", job.planned, zb.placement, placement, budget, is_typed=True)
         if best is None or not zb.fits or best.seconds < (1 - WORTH) * zb.seconds:  # else no other memory is worth it
             self.steps += job.in_other_memory(zb)
-        self.lighter = sorted(job.in_lighter_checkpointing(own or zb, zb), key=lambda each: each.seconds)
+        names = [workload.schedule] * (own is not None) + ["ZB"] * (zb is not own)
+        self.lighter = sorted(job.in_lighter_checkpointing(names), key=lambda each: each.seconds)
 
     def add_all(self, wanted: Sequence[Algorithm], numbers: Sequence[int]) -> None:
         for algorithm in wanted:
@@ -294,42 +295,41 @@ class _Job:
         place = bisect_left(tried, True, key=lambda each: bool((step := within(each)) and step.seconds <= enough))
         yield within(tried[place]) or best
 
-    def in_lighter_checkpointing(self, *steps: Step) -> list[Step]:
-        """These rows, FSDP's and VHalf's that fit with lighter checkpointing: from the lightest on, until one of these
-        fits. VHalf keeps half of 1F1B's activations."""
+    def in_lighter_checkpointing(self, names: Iterable[str]) -> list[Step]:
+        """The rows of these schedules, FSDP's and VHalf's that fit with lighter checkpointing: from the lightest on,
+        until one of these schedules fits. VHalf keeps half of 1F1B's activations."""
         workload, now, found = self.workload, self.workload.checkpointing, list[Step]()
         if self.measured or self.rates is None or now is None:
             return []
-        room, kinds = self.rates.device.usable_bytes, list(Checkpointing)
-        for how in kinds[: kinds.index(now)]:
+        for how in (kinds := list(Checkpointing))[: kinds.index(now)]:
             with suppress(ValueError):  # counted for the job's checkpointing only, or too few layers for VHalf
                 lighter = workload.on(workload.degrees, how)
                 other = replace(self, workload=lighter, cut=WorkloadCut(lighter))
-                kept = [sum(layer.activations for layer in job.layers) for job in (workload, lighter)]
-                rows = [other.without_pipeline()]
-                for step in dict.fromkeys(steps):
-                    more = (kept[1] / (kept[0] or 1.0) - 1) * step.memory.activations
-                    if step.algorithm and step.memory.total + more <= room and other._may_fit(step):
-                        rows.append(other.named(step.algorithm, step.stages_per_rank, step.schedule))
+                rows = list[Step]()
+                with suppress(ValueError):  # without a pipeline GPUs cannot share the batch
+                    rows.append(other.without_pipeline())
+                for name in names:
+                    # Not the stages that the job has now: what the user types chooses them for this checkpointing.
+                    algorithm, placement = choose_own(replace(lighter, schedule=name), other.cut)
+                    if other._may_fit(algorithm, placement):
+                        rows.append(other.named(algorithm, len(placement.stages_on(0)), resolve(name).name))
                 found += [replace(each, checkpointing=how, is_typed=True) for each in rows]
                 if any(each.timeline and each.fits and each.runs for each in rows):
                     break
                 found.append(replace(other.typed("VHalf"), checkpointing=how, is_typed=True))
         return [each for each in found if each.fits and each.runs]
 
-    def _may_fit(self, step: Step) -> bool:
+    def _may_fit(self, algorithm: Algorithm, placement: Placement) -> bool:
         """Whether the leanest order that ZB knows fits; True for others, which search for none."""
-        algorithm = step.algorithm
-        if algorithm is None or not algorithm.chooses_stages or self.rates is None:
+        if not algorithm.chooses_stages or self.rates is None:
             return True
-        placement = algorithm.place(self.ranks, step.stages_per_rank)
         split = self.cut.split(placement, algorithm)
         leanest = self.cut.list_leanest(placement, self.costs(placement, split))
         memories = (max(each.total for each in memories_by_rank(self.workload, one, split)) for one in leanest)
         return any(memory <= self.rates.device.usable_bytes for memory in memories)
 
     def planned(self, name: str, placement: Placement, budget: float) -> Step:
-        """The best plan on this placement within the room beside the weights, and within the job's limit."""
+        """The best plan on this placement within the memory that the weights leave, and within the job's limit."""
         split = self.cut.split(placement)
         costs = self.costs(placement, split)
         room, limit = self._room(placement, split), self.workload.memory_limit
@@ -477,7 +477,7 @@ class _Job:
             )
         yield (f"messages: {self.transport} (--transport), with receives posted where they are best")
         yield (
-            "FSDP: a pipeline gathers a stage beside its first F and reduces it beside its last W or B; torch's"
+            "FSDP: a pipeline gathers a stage during its first F and reduces it during its last W or B; torch's"
             " schedules gather before and reduce after them; without a pipeline, a layer's communication overlaps"
             " another's computation, and the longer of both counts"
         )

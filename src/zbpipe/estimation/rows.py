@@ -206,9 +206,10 @@ class Estimate:
         fsdp = fsdp if fsdp and fsdp.fits and self.workload.degrees.pipeline > 1 else None
         if fsdp and (best is None or answer(best, fsdp) is Answer.NO):
             lighter = self.lighter[0] if self.lighter else fsdp
-            if lighter.timeline and lighter.seconds < (1 - WORTH) * fsdp.seconds:
-                now = self.workload.checkpointing or Checkpointing.FULL
-                words = f"; {now.words}, drop the pipeline: {fsdp.seconds:.4g} s"
+            rival = min((fsdp, *(each for each in self.lighter if not each.timeline)), key=lambda each: each.seconds)
+            if lighter.timeline and answer(lighter, rival) is not Answer.NO:
+                how = rival.checkpointing or self.workload.checkpointing or Checkpointing.FULL
+                words = f"; FSDP without a pipeline: {rival.seconds:.4g} s at best, {how.words}"
                 return self._advise("change to", lighter, words)
             words = f"; {best.name}, the best schedule that fits, is {best.compare(fsdp)}" if best else ""
             words += f", less than the estimates' error ({HARDLY:.0%})" if best and best.seconds < fsdp.seconds else ""
@@ -233,7 +234,7 @@ class Estimate:
             words += ", which cannot run" if not own.runs else "" if own.fits else ", which does not fit"
         room = f" of {self.device.usable_bytes / GIB:.1f}" if self.device else ""
         words += f", {step.memory.total / GIB:.1f}{room} GiB on the worst rank"
-        tip, (lighter, *_) = "", (*self.lighter, step)
+        tip, lighter = "", next((each for each in self.lighter if step.timeline or not each.timeline), step)
         if (how := lighter.checkpointing) and lighter.seconds < (1 - WORTH) * step.seconds:
             now, is_same = own or step, (lighter.name, lighter.batch) == (step.name, step.batch)
             line = work.options.checkpointing.format(how) if is_same else self.spell(lighter)
@@ -251,8 +252,8 @@ class Estimate:
         if step is None or step.timeline is None or step.source == "torch" or self.workload.compiled:
             return ""
         gain, option = gain_of_fills(step.timeline), self.workload.options.fill_waits.format("own")
-        words = f"{step.name} with {option} is {gain:.1%} shorter in the simulator: products of W run in waits for"
-        words += " collectives. No GPU has run that, so halve it as a first guess (docs/the-split.md)."
+        words = f"{step.name} with {option} is {gain:.1%} shorter in the simulator: it computes products of W while a"
+        words += " rank waits for collectives. No GPU has tried that: expect half (docs/the-split.md)."
         return words if gain >= WORTH else ""
 
     def spell(self, step: Step) -> str:

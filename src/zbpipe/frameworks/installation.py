@@ -17,11 +17,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from torch.distributed.pipelining import schedules
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, ScheduleZBVZeroBubble
 
 from zbpipe.frameworks import automodel, job_schedule
 from zbpipe.frameworks.options import Options, list_options

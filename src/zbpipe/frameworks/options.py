@@ -198,7 +198,7 @@ class Options:
     )
     plain: bool = _zbpipes(
         "To find a fault, turn off what GPUs run differently from CPUs: events after computations, fused W, W of"
-        " compiled regions, FSDP beside computations, and offload (docs/trouble.md).",
+        " compiled regions, FSDP during computations, and offload (docs/trouble.md).",
         default=False,
         **_FLAG,
     )

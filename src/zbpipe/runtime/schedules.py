@@ -41,7 +41,7 @@ from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.simulation import simulate
 
 PLAIN = (
-    "without events after computations, fused W, W of compiled regions, FSDP beside computations, offload, a probe,"
+    "without events after computations, fused W, W of compiled regions, FSDP during computations, offload, a probe,"
     " filled waits"
 )
 """What `plain` turns off."""
@@ -92,7 +92,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             products of all the rank's stages. One early step measures the waits. Gradients are bit-identical. No GPU
             has run it yet; compiled stages and schedules with copies to the host train as without it.
         plain: whether to turn off what GPUs run differently from CPUs, to find a fault: events after computations, one
-            kernel for product and addition in W, W of compiled regions, FSDP beside computations, copies to the host,
+            kernel for product and addition in W, W of compiled regions, FSDP during computations, copies to the host,
             and the probe of the transport. Gradients are the same.
         options: further arguments of torch's multi-stage schedules, if the installed torch has them: `scale_grads`,
             `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `max_active_stages`, `unshard_lookahead`,
@@ -331,7 +331,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             without `microbatches=`, different shapes with scale_grads, an empty microbatch, no input for stage 0, no
             target for the last stage, no loss_fn, a `microbatches` that differs between ranks, or a step that a CUDA
             graph captures and cannot replay. The next step can follow if all ranks refuse this one. PipelineError: this
-            step, or an earlier one, failed on any rank, or another rank refuses this one alone.
+            step, or an earlier one, failed on any rank, or only another rank refuses this step.
         """
         size = self.sizes.find_number(microbatches, kwargs.get("kwarg_mbs"))
         with self._failures.begin_step(self, self.schedule.name, is_compared=size is not None):

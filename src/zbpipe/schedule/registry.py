@@ -134,7 +134,7 @@ class Algorithm:
         transport: object = None,
         search: bool = True,
     ) -> Schedule:
-        """The schedule of this size, with those of the other arguments that the function takes."""
+        """The schedule of this size. The function gets those of the other arguments that it takes."""
         ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
         placement = self.place(ranks, stages_per_rank)
         if self.table is None:

@@ -129,7 +129,7 @@ def step_times(
     if samples > _MOST_SAMPLES:
         raise ValueError(f"samples = {samples} has to be from 1 to {_MOST_SAMPLES}")
     if schedule.has_copies:
-        raise ValueError(f"{schedule.name} copies to the host, which varies in a way that is not known")
+        raise ValueError(f"{schedule.name} copies to the host, of which jitter has no model: omit the offload")
     named = {*jitter.slow_ranks, *(rank for link in jitter.slow_links for rank in link)}
     if strangers := sorted(named - set(range(schedule.num_ranks))):
         raise ValueError(f"jitter names rank {strangers[0]}, but there are ranks 0 to {schedule.num_ranks - 1}")

@@ -59,7 +59,7 @@ def simulate(
             "blocking".
         receives: where ranks post their receives, which matters for transports with queues: "early", "late", "timed",
             "nearest", "rendezvous". Default: the way with the shortest step, as zbpipe's schedules choose it.
-        overlaps_fsdp: whether FSDP gathers beside the first F of a stage and reduces beside its last W or B, as
+        overlaps_fsdp: whether FSDP gathers during the first F of a stage and reduces during its last W or B, as
             zbpipe's schedules do, or before the one and after the other, as always with "shared with compute". With
             "gathers" only these overlap, see `how_runs`.
         fill_waits: which waits for collectives (`CostModel.waits`) run products of W: "off", "own", "all". Default:

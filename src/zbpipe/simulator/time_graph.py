@@ -23,7 +23,7 @@ from zbpipe.schedule.tables import Cell
 from zbpipe.simulator.actions import COMPUTE, WAITS, Action, Rows, message_of, other_end
 
 Overlap = bool | Literal["gathers"]
-"""Whether FSDP's collectives run beside computations: all of them, only gathers, or none."""
+"""Whether FSDP's collectives run during computations: all of them, only gathers, or none."""
 HEAD, BEGIN, GATE = "HEAD", "BEGIN", "GATE"
 """The part of a gather before its first F, and the begins of a rank and of all ranks."""
 _NO_OPS = frozenset((*SENDS, HEAD, BEGIN, GATE, *WAITS))
@@ -55,7 +55,7 @@ class TimeGraph(Graph[Cell]):
         self.begins: dict[int, list[int]] = {}
         """The begin of each rank, with its nodes that end the previous step."""
         self.collectives: list[list[tuple[int, int]]] = [[] for _ in schedule]
-        """Gathers and reductions of each rank, in order, each with the op beside, before or after it."""
+        """Gathers and reductions of each rank, in order, each with the op during, before or after which it runs."""
         self._first: list[list[int]] = [[] for _ in schedule]
         """Node before each rank's first op, if any."""
         self.arrivals: dict[int, int] = {}

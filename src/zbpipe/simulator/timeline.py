@@ -70,7 +70,7 @@ class Timeline:
     collectives: tuple[tuple[Collective, ...], ...] = ()
     """Gathers of parameters and reductions of gradients on each rank, by their start."""
     overlaps_fsdp: Overlap = True
-    """Whether gathers run beside the first F of a stage, and reductions beside its last W or B."""
+    """Whether gathers run during the first F of a stage, and reductions during its last W or B."""
     graph: TimeGraph | None = field(default=None, compare=False)
     """The dependencies. None if it was measured."""
 

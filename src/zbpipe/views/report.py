@@ -170,7 +170,7 @@ class ComparedSchedule:
 
     @property
     def is_within(self) -> bool:
-        """Whether it can run and keeps the limits, or without any stays within 1F1B's memory or slightly above."""
+        """Whether it can run within the limits. Without limits: in about 1F1B's memory."""
         share = self.figures["memory_to_1f1b"]
         fits = self.broken is None if self.limits else share is not None and share <= _AS_SMALL * (1 + ROUNDING)
         return self.runs and fits

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
 from zbpipe.costs.job import MemoryLimit
 from zbpipe.estimation.workload import Degrees, Spelling, Workload
-from zbpipe.frameworks.options import Options, add_arguments, from_arguments
+from zbpipe.frameworks.options import Options, add_arguments, from_arguments, list_options
 from zbpipe.frameworks.titan import cpu
 from zbpipe.frameworks.titan.batches import counts_tokens
 from zbpipe.frameworks.titan.versions import find_installed, require_names
@@ -32,9 +33,10 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     """
     parser = _parser()
     found, rest = parser.parse_known_args(arguments)
-    for argument in rest:
-        if argument.startswith(_PREFIX):
-            parser.error(f"unknown argument {argument}")
+    for argument in (each for each in rest if each.startswith(_PREFIX)):
+        known = [each.name.replace("_", "-") for each in list_options(steps_optimizer=True)]
+        (near,) = get_close_matches(argument.removeprefix(_PREFIX), known, n=1, cutoff=0.0)
+        parser.error(f"unknown argument {argument}: did you mean {_PREFIX}{near}? See docs/options.md")
     return from_arguments(parser, vars(found)), rest
 
 
@@ -80,9 +82,8 @@ def read_workload(arguments: Sequence[str], gpus: int) -> Workload:
     from zbpipe.frameworks.titan.models import workload_of  # not before: TorchTitan chooses its device at import
 
     name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)
-    degrees = dict(_DEGREES)
-    if config.parallelism.data_parallel_shard_degree == -1:  # it is what is left
-        del degrees["fsdp"]
+    is_free = config.parallelism.data_parallel_shard_degree == -1  # FSDP uses what is left
+    degrees = {name: each for name, each in _DEGREES.items() if name != "fsdp" or not is_free}
     checkpointing, own = " ".join(find_installed().checkpointing).removesuffix("{}"), parse(arguments)[0]
     return replace(
         workload_of(config, degrees_of(config, gpus), name),

@@ -127,10 +127,7 @@ def count_stages(parallelism: Any, num_layers: int) -> int | None:
 
 def ends_of_user(parallelism: Any) -> tuple[int, int] | None:
     """Numbers of blocks that embedding and head count as in the user's even cut. None for a cut by work."""
-    ends = (
-        parallelism.pipeline_parallel_first_stage_less_layers,
-        parallelism.pipeline_parallel_last_stage_less_layers,
-    )
+    ends = (parallelism.pipeline_parallel_first_stage_less_layers, parallelism.pipeline_parallel_last_stage_less_layers)
     return None if ends == (1, 1) and parallelism.pipeline_parallel_layers_per_stage is None else ends
 
 

@@ -37,7 +37,7 @@ def log_pipeline(schedule: RegisteredSchedule, chosen: Choice, split: LayerSplit
     logger.info("Using zbpipe's pipeline schedule %s with %s: %s", *size, words)
     costs = schedule.lists.costs or usual_costs(placement, split.checkpointing, tensor, split.work(placement))
     _log_cut(placement, split, costs)
-    logger.info("Memory of the worst rank, predicted for %s", _describe_memory(schedule, split, tensor, costs))
+    logger.info("Memory of the worst rank, predicted %s", _describe_memory(schedule, split, tensor, costs))
     logger.info("Messages: %s receives, for the transport %r", schedule.receives, str(schedule.transport))
 
 
@@ -60,11 +60,11 @@ def _describe_memory(schedule: RegisteredSchedule, split: LayerSplit, tensor: in
     lists, placement, number = schedule.lists, schedule.placement, schedule.schedule.num_microbatches
     peak = max(simulate(schedule.schedule, costs).peak_memory)
     if costs.in_bytes:
-        words = f"the measured costs: {peak / 2**30:.3g} GiB"
+        words = f"from measured costs: {peak / 2**30:.3g} GiB"
     else:
         usual = memory_of_1f1b(lambda loop: usual_costs(loop, split.checkpointing, tensor), placement.num_ranks, number)
         degree = f" and tensor parallelism over {tensor} ranks" if tensor > 1 else ""
-        words = f"{split.checkpointing} activation checkpointing{degree}: {peak / usual:.2f}x of 1F1B's"
+        words = f"{split.checkpointing.words}{degree}: {peak / usual:.2f}x of 1F1B's"
     if lists.limit is not None:
         return f"{words}; limit {lists.limit.written}"
     if not schedule.algorithm.by_checkpointing:

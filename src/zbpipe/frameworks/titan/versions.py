@@ -78,7 +78,8 @@ def _find() -> _Found:
     """A source tree on Python's path precedes the installed package."""
     spec = find_spec("torchtitan")
     if spec is None:
-        raise ImportError(f"torchtitan is not installed: {(*_fitting(), 'install torch 2.11 or newer first')[0]}")
+        way = (*_fitting(), "pip install '.[titan]' in a clone of zbpipe")[0]
+        raise ImportError(f"torchtitan is not installed: {way}")
     folders = [Path(each) for each in spec.submodule_search_locations or ()]
     for folder in folders:
         release = folder.parent / "assets" / "version.txt"

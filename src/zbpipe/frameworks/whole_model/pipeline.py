@@ -350,8 +350,8 @@ def _require_rows(rows: int, batch: Mapping[str, Any]) -> None:
     for name, each in batch.items():
         if isinstance(each, Tensor) and (not each.dim() or len(each) != rows):
             raise ValueError(
-                f"{name} of shape {tuple(each.shape)} cannot be split into microbatches as labels of {rows} samples"
-                " are: give one row for each sample"
+                f"{name} of shape {tuple(each.shape)} cannot be split like labels of {rows} samples:"
+                " give one row for each sample"
             )
 
 

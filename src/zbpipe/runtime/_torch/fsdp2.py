@@ -295,12 +295,12 @@ def _count_elements(trained: Sequence[Any]) -> int:
 def describe(mode: FsdpMode, modules: Iterable[nn.Module]) -> str:
     """When FSDP2 gathers, frees and reduces these stages, as text."""
     groups = [group for module in modules if is_fsdp(module) for group in list_groups(module)]
-    at_ends = "gathers beside a stage's first F, reductions beside its last W or B"
+    at_ends = "gathers during a stage's first F, reductions during its last W or B"
     if mode == "torch" or not IS_KNOWN:
         why = "" if IS_KNOWN else f" (zbpipe does not know the FSDP2 of torch {torch.__version__})"
         at_ends = f"gathers before a stage's first F, reductions after its last W or B{why}"
     elif mode == "reshard":
-        return "FSDP: each module gathers for each F and backward, and then frees; reductions beside the last W or B"
+        return "FSDP: each module gathers for each F and backward, and then frees; reductions during the last W or B"
     freed = sum(group._reshard_after_forward for group in groups)
     return f"FSDP: {at_ends}; {freed} of {len(groups)} modules free their parameters after F (reshard_after_forward)"
 

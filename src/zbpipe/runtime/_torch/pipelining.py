@@ -467,7 +467,7 @@ def _find_action(action: _Action) -> Action:
 
 
 def overlaps_fsdp(schedule: _PipelineSchedule) -> Overlap:
-    """Whether FSDP2's collectives run beside computations in a training step, if there are any."""
+    """Whether FSDP2's collectives run during computations in a training step, if there are any."""
     if not isinstance(schedule, OwnRuntime):
         return "gathers" if isinstance(schedule, PipelineScheduleSingle) else False
     return all(work.reduces_early for work in schedule.works if is_fsdp(work.stage.submod))

@@ -81,7 +81,7 @@ class StageWork:
 
 
 class OwnWork(StageWork):
-    """The computations of a stage of zbpipe's schedules. Frees the loss's graph, lets FSDP2 gather and reduce beside
+    """The computations of a stage of zbpipe's schedules. Frees the loss's graph, lets FSDP2 gather and reduce during
     computations, and supports evaluation."""
 
     METHODS = (

@@ -67,8 +67,8 @@ class OptimizerStep:
     2401.10241, section 4).
 
     Until the norm is known, a copy of the parameters and of the optimizers' state is kept: 12 bytes per parameter in
-    float32 with AdamW. A step waits for the norm, as an ordinary step, if the last one clipped, or if `now=True`. With
-    `max_norm=inf` nothing waits, and nothing is copied.
+    float32 with AdamW. If the last step clipped, or if `now=True`, a step waits for the norm, as an ordinary step does.
+    With `max_norm=inf` nothing waits, and nothing is copied.
 
     Args:
         schedule: a zbpipe schedule on its stages. Its gradients have to be scaled when `step` is called.

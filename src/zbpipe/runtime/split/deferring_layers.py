@@ -39,10 +39,10 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
     """Let the layers in `module` defer their weight gradients while `gradients` records.
 
     These are all modules whose forward multiplies with a parameter by a torch function that zbpipe knows
-    (`zbpipe.runtime.split.torchs_products`), or by one that the attribute `weight_products` declares; an empty one
-    defers nothing. Parameters, buffers and their names do not change. In I autograd computes all gradients that cannot
-    be deferred: of weights with hooks, of weights that are more than a view or a cast of a parameter, of tensor
-    subclasses other than DTensor. A second call replaces `gradients`.
+    (`zbpipe.runtime.split.torchs_products`), or by one that the attribute `weight_products` declares. A module with an
+    empty `weight_products` defers nothing. Parameters, buffers and their names do not change. In I autograd computes
+    all gradients that cannot be deferred: of weights with hooks, of weights that are more than a view or a cast of a
+    parameter, of tensor subclasses other than DTensor. A second call replaces `gradients`.
     """
     autograd.register_types()
     is_sharded = any(map(fsdp2.is_fsdp, module.modules()))

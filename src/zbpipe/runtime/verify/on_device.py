@@ -243,7 +243,7 @@ TRIALS: dict[str, Callable[[torch.device], object]] = {
     "copies to the host": _try_offload,
     "times and memory of ops": _try_measuring,
     "W of compiled regions": _try_compiled_w,
-    "FSDP beside computations": _try_fsdp,
+    "FSDP during computations": _try_fsdp,
     "messages in one queue": _try_messages,
     _PER_EDGE: _try_groups_per_edge,
 }
