@@ -139,9 +139,8 @@ def find_shortest(
     costs.require_microbatches(microbatches)
     limits = resolve_limits(memory_limit, placement, costs, microbatches, strict_for=name)
     standard = [resolve_limits(None, placement, costs, microbatches)]
-    ranks, stages_per_rank = placement.num_ranks, placement.num_stages // placement.num_ranks
-    interleaved = _interleaved(ranks, microbatches, stages_per_rank)
-    if stages_per_rank > 1:
+    interleaved = _interleaved(placement.num_ranks, microbatches, placement.num_stages // placement.num_ranks)
+    if placement.num_stages > placement.num_ranks:
         most = max(highest(costs.alike, row) for row in interleaved)
         standard.append(tuple(max(limit, most) for limit in standard[0]))
 
@@ -152,7 +151,7 @@ def find_shortest(
     if memory_limit is not None:
         others = [each for each in standard if search and all(map(le, each, limits))]
     elif others and found.makespan <= simulate(interleaved, costs, transport=transport).makespan * (1 + ROUNDING):
-        others = []
+        return found
     for each in others:
         if lower_bound(placement, costs, microbatches, each) < found.makespan:
             found = min(found, within(each), key=attrgetter("makespan"))
@@ -209,11 +208,7 @@ def _find_shortest(schedules: Iterable[Schedule], costs: CostModel, transport: T
 
 
 def find_best(
-    name: str,
-    seeds: Sequence[Schedule],
-    costs: CostModel,
-    limits: Sequence[float],
-    transport: Transport,
+    name: str, seeds: Sequence[Schedule], costs: CostModel, limits: Sequence[float], transport: Transport
 ) -> Schedule:
     """The shortest schedule within `limits` that a short search finds from lean forms of `seeds`. Ties: the leanest.
 
