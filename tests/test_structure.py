@@ -21,18 +21,18 @@ FORMALITIES = {"zbpipe", "zbpipe.__main__"}
 
 BUDGETS = {
     "src/zbpipe": 294,
-    "src/zbpipe/algorithms": 760,
+    "src/zbpipe/algorithms": 742,
     "src/zbpipe/cli": 1568,
     "src/zbpipe/costs": 982,
     "src/zbpipe/estimation": 1492,
-    "src/zbpipe/frameworks": 3546,
-    "src/zbpipe/planner": 1813,
+    "src/zbpipe/frameworks": 3542,
+    "src/zbpipe/planner": 1805,
     "src/zbpipe/runtime": 8373,
     "src/zbpipe/schedule": 705,
     "src/zbpipe/simulator": 1527,
     "src/zbpipe/titan": 62,
     "src/zbpipe/views": 1022,
-    "tests": 22697,
+    "tests": 22682,
     "benchmarks": 4040,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
