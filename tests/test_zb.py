@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from determinism import draw_fewer
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from searching import searching_little
 
@@ -126,6 +126,23 @@ def test_a_loop_is_never_longer_than_interleaved_1f1b(
         check_schedule(found)
         assert timeline.makespan <= usual.makespan * (1 + 1e-9)
         assert all(peak <= limit * (1 + 1e-8) for peak, limit in zip(timeline.peak_memory, limits, strict=True))
+
+
+@draw_fewer(4)
+@given(sizes, st.sampled_from(list(Checkpointing)), st.sampled_from(["ZB", "ZBLoop"]), st.floats(1, 3))
+@example((3, 3, 2), Checkpointing.NONE, "ZB", 1.5)
+def test_no_limit_above_the_default_makes_a_step_longer(
+    size: tuple[int, int, int], how: Checkpointing, name: str, more: float
+) -> None:
+    ranks, microbatches, stages = size
+    costs = typical_costs(resolve(name).place(ranks, stages), how)
+    interleaved = simulate(generate("Interleaved1F1B", ranks, microbatches, stages_per_rank=stages), costs)
+    most = more * max(*interleaved.peak_memory, memory_of_1f1b(costs, ranks, microbatches))
+    within, usual = (
+        resolve(name).make(ranks, microbatches, stages_per_rank=stages, costs=costs, memory_limit=limit)
+        for limit in (MemoryLimit((most,) * ranks, ""), None)
+    )
+    assert simulate(within, costs).makespan <= simulate(usual, costs).makespan * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("checkpointing", Checkpointing)

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, le
 from typing import NamedTuple
 
 from zbpipe.algorithms.interleaved_1f1b import interleave, interleaved_1f1b, split_into_groups
@@ -130,31 +130,42 @@ def find_shortest(
     *,
     search: bool = True,
 ) -> Timed:
-    """`zb` on any loop or wave. Without a `search` the result may exceed the limit if no filling is within it."""
+    """`zb` on any loop or wave. Without a `search` the result may exceed the limit if no filling is within it.
+
+    With a limit above the default one, the step is never longer than without a limit. A search within less memory may
+    find a shorter order, so both are searched.
+    """
     costs, transport = costs or typical_costs(placement), transport or Transport.IDEAL
     costs.require_microbatches(microbatches)
     limits = resolve_limits(memory_limit, placement, costs, microbatches, strict_for=name)
-    found = _find_within(name, placement, microbatches, costs, limits, transport, search=search)
-    stages_per_rank = placement.num_stages // placement.num_ranks
-    if memory_limit is not None or stages_per_rank == 1:
+    standard = [resolve_limits(None, placement, costs, microbatches)]
+    interleaved = _interleaved(placement.num_ranks, microbatches, placement.num_stages // placement.num_ranks)
+    if placement.num_stages > placement.num_ranks:
+        most = max(highest(costs.alike, row) for row in interleaved)
+        standard.append(tuple(max(limit, most) for limit in standard[0]))
+
+    def within(limits: tuple[float, ...]) -> Timed:
+        return _find_within(name, placement, microbatches, costs, limits, transport, search)
+
+    found, others = within(limits), standard[1:]
+    if memory_limit is not None:
+        others = [each for each in standard if search and all(map(le, each, limits))]
+    elif others and found.makespan <= simulate(interleaved, costs, transport=transport).makespan * (1 + ROUNDING):
         return found
-    usual = simulate(_interleaved(placement.num_ranks, microbatches, stages_per_rank), costs, transport=transport)
-    if found.makespan <= usual.makespan * (1 + ROUNDING):
-        return found
-    most = max(replace(usual, costs=costs.alike).peak_memory)
-    raised = [max(limit, most) for limit in limits]
-    other = _find_within(name, placement, microbatches, costs, raised, transport, search=search)
-    return min(found, other, key=attrgetter("makespan"))
+    for each in others:
+        if lower_bound(placement, costs, microbatches, each) < found.makespan:
+            found = min(found, within(each), key=attrgetter("makespan"))
+    return found
 
 
+@lru_cache(maxsize=16)  # searches with a limit share those without one
 def _find_within(
     name: str,
     placement: Placement,
     microbatches: int,
     costs: CostModel,
-    limits: Sequence[float],
+    limits: tuple[float, ...],
     transport: Transport,
-    *,
     search: bool,
 ) -> Timed:
     alike = costs.alike
@@ -197,11 +208,7 @@ def _find_shortest(schedules: Iterable[Schedule], costs: CostModel, transport: T
 
 
 def find_best(
-    name: str,
-    seeds: Sequence[Schedule],
-    costs: CostModel,
-    limits: Sequence[float],
-    transport: Transport,
+    name: str, seeds: Sequence[Schedule], costs: CostModel, limits: Sequence[float], transport: Transport
 ) -> Schedule:
     """The shortest schedule within `limits` that a short search finds from lean forms of `seeds`. Ties: the leanest.
 

@@ -149,9 +149,7 @@ class ListScheduler:
         """The length and the order after moving all ops to the end and back."""
         return self.engine.justify(self.job, self.mirrored, self.engine.integers(order))
 
-    def anneal(
-        self, order: Sequence[int], heat: float = 0.0, work: int = 0, seed: int = 1
-    ) -> tuple[float, list[int], int]:
+    def anneal(self, order: Sequence[int], heat: float, work: int, seed: int) -> tuple[float, list[int], int]:
         """The length, the order, and the work done. See `kernel.anneal`."""
         target = self.problem.lower_bound * (1 + ROUNDING)
         return self.engine.anneal(self.job, self.engine.integers(order), target, heat, work, seed)
@@ -160,7 +158,7 @@ class ListScheduler:
         """Seconds of the objective if the ranks run their ops in this order."""
         if self.problem.by_period or self.problem.costs.has_fsdp:  # which the inner loops ignore
             return self.problem.length(order)
-        return self.anneal(order)[0]
+        return self.anneal(order, heat=0.0, work=0, seed=1)[0]
 
     def list_by_kind(self) -> list[tuple[float, list[int]]]:
         """Orders by kind only: I or F first, W last or before F, patience of 0, 0.5 and 1 W; where B saves memory, as
