@@ -33,7 +33,7 @@ BUDGETS = {
     "src/zbpipe/titan": 62,
     "src/zbpipe/views": 1016,
     "tests": 22703,
-    "benchmarks": 3970,
+    "benchmarks": 3969,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
