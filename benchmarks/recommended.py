@@ -34,10 +34,9 @@ HEADS = ["checkpointing", "you run now", *("Llama 3 8B without TP", "GiB"), *("7
 @cache  # the row of ZB is the same for all that people run with as many stages
 def row(size: str, how: str, schedule: str, stages: int | None) -> Step:
     """The job's own row with this schedule."""
-    job = like_titan(model=f"Llama 3 {size}", gpus=64, p=8, tp=JOBS[size], v=1, m=32, checkpointing=how)
-    found = estimate(
-        replace(job, schedule=schedule, num_stages=stages, cut=None), "H200", only=[schedule], plans=False
-    ).own
+    job = like_titan(model=f"Llama 3 {size}", gpus=64, p=8, tp=JOBS[size], v=1, m=32, microbatch=1, checkpointing=how)
+    job = replace(job, schedule=schedule, num_stages=stages, cut=None)
+    found = estimate(job, "H200", only=[schedule], plans=False).own
     assert found is not None, "it runs"
     return found
 

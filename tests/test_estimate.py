@@ -764,6 +764,7 @@ def test_the_lightest_checkpointing_that_fits_is_tried(kept: float, ranks: int, 
     work = replace(work, schedule="ZB", num_stages=2 if ranks == 2 else None)
     found = estimate(work, replace(ONE_A_SECOND, gib=gib), only=[])
     assert {(step.schedule, step.checkpointing) for step in found.lighter if step.timeline} == rows
+    assert {step.checkpointing for step in found.lighter if not step.timeline} >= {Checkpointing.SELECTIVE}
 
 
 def test_lighter_checkpointing_has_the_stages_that_the_job_then_chooses() -> None:

@@ -32,8 +32,8 @@ BUDGETS = {
     "src/zbpipe/simulator": 1527,
     "src/zbpipe/titan": 62,
     "src/zbpipe/views": 1016,
-    "tests": 22720,
-    "benchmarks": 3970,
+    "tests": 22719,
+    "benchmarks": 3969,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}

@@ -297,7 +297,7 @@ class _Job:
 
     def in_lighter_checkpointing(self, names: Iterable[str]) -> list[Step]:
         """The rows of these schedules, FSDP's and VHalf's that fit with lighter checkpointing: from the lightest on,
-        until one of these schedules fits. VHalf keeps half of 1F1B's activations."""
+        schedules until one of these fits. VHalf keeps half of 1F1B's activations."""
         workload, now, found = self.workload, self.workload.checkpointing, list[Step]()
         if self.measured or self.rates is None or now is None:
             return []
@@ -314,9 +314,9 @@ class _Job:
                     if other._may_fit(algorithm, placement):
                         rows.append(other.named(algorithm, len(placement.stages_on(0)), resolve(name).name))
                 found += [replace(each, checkpointing=how, is_typed=True) for each in rows]
-                if any(each.timeline and each.fits and each.runs for each in rows):
-                    break
-                found.append(replace(other.typed("VHalf"), checkpointing=how, is_typed=True))
+                names = () if any(each.timeline and each.fits and each.runs for each in rows) else names
+                if names:  # else only FSDP goes on
+                    found.append(replace(other.typed("VHalf"), checkpointing=how, is_typed=True))
         return [each for each in found if each.fits and each.runs]
 
     def _may_fit(self, algorithm: Algorithm, placement: Placement) -> bool:
