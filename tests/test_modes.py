@@ -33,7 +33,7 @@ Grad = Literal["no_grad", "inference_mode", "enable_grad"]
 class Event:
     """What a loop does next, on all ranks."""
 
-    kind: Literal["train", "eval", "adopt", "zero", "freeze", "freeze up to", "refuse", "wrong"]
+    kind: Literal["train", "eval", "adopt", "change", "zero", "freeze", "freeze up to", "refuse", "wrong"]
     microbatches: int = USUAL
     rows: int = 2
     """Of a microbatch: another number is another shape."""
@@ -96,6 +96,7 @@ class Loop:
         self.indices, self.parts, self.schedule = pipeline.indices, pipeline.modules, pipeline.schedule
         self.whole = [make_part(index) for index in range(pipeline.num_stages)]
         self.name, self.scales, self.step, schedule = name, scale_grads, 0, self.schedule
+        self.stages, self.other = pipeline.stages, None
         if name in ("Table", "Plan"):
             for number in {*range(1, 8)} - {USUAL}:
                 schedule.adopt(zbpipe.generate("1F1B" if name == "Table" else "ZBV", num_ranks, number))
@@ -124,8 +125,14 @@ class Loop:
                 self._call("step", event, microbatches=0)
             with torch.inference_mode(event.is_split), torch.no_grad(), pytest.raises(ValueError, match="call eval"):
                 self._call("step", event, microbatches=event.microbatches)
-        elif event.kind == "wrong":
-            self._refuse(event)
+        elif event.kind in ("change", "wrong"):
+            (self._change if event.kind == "change" else self._refuse)(event)
+
+    def _change(self, event: Event) -> None:
+        """To another schedule on the same stages, or back."""
+        name = {1: "ZBH2", 2: "VMin", 4: "ZB"}[len(self.indices)]
+        other = self.other or zbpipe.build_pipeline_schedule(name, self.stages, USUAL, loss_fn, scale_grads=self.scales)
+        self.schedule, self.other = other, self.schedule
 
     def _refuse(self, event: Event) -> None:
         """What some ranks refuse, all do, and no gradient changes."""
@@ -269,7 +276,7 @@ events = st.lists(
         kind=st.sampled_from(
             ["train"] * 4
             + ["eval"] * 3
-            + ["adopt", "zero", "zero", "freeze", *2 * ["freeze up to"], "refuse", "wrong", "wrong"]
+            + ["adopt", "change", "zero", "zero", "freeze", *2 * ["freeze up to"], "refuse", "wrong", "wrong"]
         ),
         microbatches=st.integers(1, 5),
         rows=st.sampled_from([2, 2, 2, 1]),
@@ -300,6 +307,7 @@ def drawn(number: int) -> list[tuple[str, bool, list[Event]]]:
 
 FOUND = [Event("train", 2), Event("eval", 4), Event("train", 2), Event("train", 4), Event("train", 4)]
 """What once gave zeros for the gradients of all stages but the last."""
+CHANGED = [FOUND[1], Event("change"), *FOUND[2:4], Event("change"), Event("eval"), Event("change"), Event("train")]
 SIZES = [Event("train", *size) for size in ((3, 2), (2, 2), (7, 2), (3, 2), (2, 2), (1, 1), (3, 1), (2, 1), (3, 2))]
 BEFORE = [Event("wrong", 2, wrong="no target"), Event("wrong", wrong="no input")]
 """Before torch has set up any messages."""
@@ -324,7 +332,7 @@ FIXED = [
     (name, bool(n), steps)
     for name in NAMES
     if name not in ("ZB2P", "VHalf")  # as ZBH1 and ZBV
-    for n, steps in enumerate((SIZES, [*BEFORE, *FOUND, *REFUSED]))
+    for n, steps in enumerate((SIZES, [*BEFORE, *FOUND, *CHANGED, *REFUSED]))
 ] + [(name, False, steps) for name in ("ZBV", "ZBH1", "ZB") for steps in (MIXED,) if pipelining.TAKES_MICROBATCHES]
 HALF = [each for number, each in enumerate(FIXED) if number % 4 in (0, 3) or MIXED in each]
 """One of both lists for each schedule, in turn."""

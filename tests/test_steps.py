@@ -468,3 +468,13 @@ def test_ties_across_ranks_are_told() -> None:
     )
     assert said.startswith("the model's config says tie_word_embeddings, but the embedding of stage 0 (rank 0) and")
     assert others == [[]] * 5
+
+
+def test_torchs_own_schedule_evaluates_between_steps_on_the_same_stages(one_rank: None) -> None:
+    schedule, x = on_one_rank([nn.Linear(4, 4), nn.Linear(4, 4)], 2, loss=nn.functional.mse_loss), torch.randn(4, 4)
+    stages = pipelining.stages_of(schedule)
+    torchs: Any = schedules.ScheduleInterleaved1F1B(stages, 3, nn.functional.mse_loss, scale_grads=False)
+    for _ in range(2):
+        schedule.step(x, target=x)
+        torchs.eval(torch.ones(3, 4), target=torch.ones(3, 4))
+    assert stages[0].submod.weight.grad.any()

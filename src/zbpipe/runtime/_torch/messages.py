@@ -38,13 +38,15 @@ class StageMessages:
     METHODS = (
         *("get_fwd_recv_ops", "get_bwd_recv_ops", "get_fwd_send_ops", "get_bwd_send_ops"),
         *("get_local_bwd_output", "set_local_bwd_input", "_retrieve_recv_activations", "_retrieve_recv_grads"),
-        *("_to_tensor", "_get_init_p2p_neighbors_ops"),
+        *("_to_tensor", "_get_init_p2p_neighbors_ops", "_prepare_forward_infra"),
     )
     """Methods of torch's stage that this object replaces."""
 
     def __init__(self, stage: _PipelineStageBase) -> None:
         self.stage: Any = stage
         self._torchs = replace_methods(stage, self, self.METHODS)
+        self.set_up_by: int | None = None
+        """Id of the schedule that has set them up; None for one of torch's own."""
         self._frozen: Sequence[tuple[dict[str, Any], str]] = ()
         """Parameters that were frozen when torch set up the messages, by dictionary and name."""
         self.routes: set[Route] | None = None
@@ -240,6 +242,10 @@ class StageMessages:
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.stage.has_backward:
             self._torchs.set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        self.set_up_by = None
+        return self._torchs._prepare_forward_infra(*args, **kwargs)
 
     def _to_tensor(self, arg: Any) -> Any:
         """The value from which torch infers shapes. Targets of microbatches may have any type."""

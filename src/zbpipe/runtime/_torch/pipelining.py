@@ -96,12 +96,16 @@ class OwnRuntime(_PipelineScheduleRuntime):
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Infer shapes with torch, before the first step and between training and evaluation."""
+        if not _set_up_last(self):
+            self._stages_forward_initialized = self._stages_backward_initialized = False
         for work in self.works:
-            if _SETS_UP_ANEW and self._stages_forward_initialized:
+            if _SETS_UP_ANEW or not self._stages_forward_initialized:
                 work.messages.forget_receives()
             if self._has_backward:
                 work.messages.begin_setup()
         super()._initialize_stages(*args, **kwargs)
+        for work in self.works:
+            work.messages.set_up_by = id(self)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
         works = self.works
@@ -401,8 +405,14 @@ def use_microbatches(schedule: _PipelineScheduleRuntime, number: int) -> None:
             stage.chunks = number
 
 
-def is_set_up(schedule: _PipelineScheduleRuntime) -> bool:
-    return schedule._stages_forward_initialized and schedule._stages_backward_initialized == schedule._has_backward
+def is_set_up(schedule: OwnRuntime) -> bool:
+    trains = schedule._stages_backward_initialized
+    return schedule._stages_forward_initialized and trains == schedule._has_backward and _set_up_last(schedule)
+
+
+def _set_up_last(schedule: OwnRuntime) -> bool:
+    """Whether no other schedule on the same stages has set up their messages since."""
+    return all(work.messages.set_up_by == id(schedule) for work in schedule.works)
 
 
 def infer_through_checkpoints(stage: _PipelineStageBase) -> AbstractContextManager[None]:
