@@ -42,7 +42,7 @@ import zbpipe
 from zbpipe.costs.model import Transport
 from zbpipe.runtime.measure.profiler import make_timelines
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
-from zbpipe.runtime.transport import find_messages
+from zbpipe.runtime.measure.transport import find_messages
 from zbpipe.schedule.registry import resolve
 
 SCHEDULES = ("1F1B", "Interleaved1F1B:2", "Interleaved1F1B:4", "ZBVZeroBubble", "ZBH1", "ZBV", "ZB:2", "ZB:4")

@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zbpipe
 from zbpipe.runtime.device import Accelerator
+from zbpipe.runtime.measure.transport import find_known
 from zbpipe.runtime.split import LINEAR, products
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.stage import find_split
-from zbpipe.runtime.transport import find_known
 from zbpipe.schedule import registry
 
 CUDA = torch.device("cuda", 0)

@@ -18,11 +18,12 @@ from ranks import run_ranks
 from turns import Choices
 
 from zbpipe.costs.model import Transport
-from zbpipe.runtime import schedules, transport
+from zbpipe.runtime import schedules
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.device import Cpu
+from zbpipe.runtime.measure import transport
+from zbpipe.runtime.measure.transport import Known, find_known, find_known_of
 from zbpipe.runtime.ranks.step_board import StepBoard
-from zbpipe.runtime.transport import Known, find_known, find_known_of
 from zbpipe.simulator.actions import Rows
 
 ONE, PER_PEER, SHARED = Transport.ONE_QUEUE, Transport.QUEUE_PER_PEER, Transport.SHARED

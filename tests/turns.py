@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from zbpipe.runtime import transport
 from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime.measure import recording
+from zbpipe.runtime.measure import recording, transport
 from zbpipe.runtime.ranks import agreement, failures, progress, step_board
 
 TIMEOUT = 60.0

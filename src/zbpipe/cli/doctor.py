@@ -82,7 +82,7 @@ def _devices() -> Iterator[str]:
         yield f"torch cannot be imported: {error}"
         return
     yield f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, {torch.accelerator.device_count()} devices"
-    from zbpipe.runtime.transport import find_known
+    from zbpipe.runtime.measure.transport import find_known
 
     known = find_known(torch.__version__, os.environ, rocm=torch.version.hip is not None)
     yield f"Messages between GPUs: {str(known.transport)!r}. {known.reason}"

@@ -23,6 +23,7 @@ from zbpipe.runtime._torch.fsdp2 import FsdpMode
 from zbpipe.runtime._torch.shapes import cut_batch
 from zbpipe.runtime.device import RandomState, find_device
 from zbpipe.runtime.lists import Lists
+from zbpipe.runtime.measure.transport import Probe, find_known_of
 from zbpipe.runtime.module_state import Buffers
 from zbpipe.runtime.offload import Copies, make_copier
 from zbpipe.runtime.ranks import agreement, tied_weights
@@ -33,7 +34,6 @@ from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.runtime.split.waits import WaitFiller
 from zbpipe.runtime.split.weight_gradients import WeightGradients, defer_in_loss
-from zbpipe.runtime.transport import Probe, find_known_of
 from zbpipe.schedule.ir import OpKind, Schedule
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.schedule.user_code import read_text
@@ -86,7 +86,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         transport: transport of messages: "ideal", "one queue", "queue per peer" or "shared with compute" (see
             `zbpipe.costs.model.Transport`). Default on the CPU: "ideal". On GPUs, torch's version and variables
             determine which messages wait for each other. After the first step all ranks measure, once, whether
-            computations wait for messages, too. If so, the schedule is remade (see `zbpipe.runtime.transport`).
+            computations wait for messages, too. If so, the schedule is remade (see `zbpipe.runtime.measure.transport`).
         fill_waits: whether W's products run while F, I and B wait for collectives (of tensor, expert or context
             parallelism): "own" fills the waits of I and B with products of their stage, "all" also those of F, with
             products of all the rank's stages. One early step measures the waits. Gradients are bit-identical. No GPU

@@ -28,8 +28,8 @@ from zbpipe.runtime._torch import fsdp2, pipelining
 from zbpipe.runtime._torch.stage_work import OwnWork, find_work
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
+from zbpipe.runtime.measure.transport import find_messages
 from zbpipe.runtime.offload import Copier, make_copier
-from zbpipe.runtime.transport import find_messages
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement, Schedule, require_whole
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Span, Timeline
