@@ -121,7 +121,12 @@ def test_communication_makes_blocks_longer_and_not_the_head() -> None:
     ("how", "limit", "stages", "words"),
     [
         ("selective", None, 4, r"with selective checkpointing: 1\.00x of 1F1B's; limit 1x, the default"),
-        ("full", None, 2, r"with full .*: 1\.\d\dx of 1F1B's; limit: that of Interleaved1F1B, whose step would be"),
+        (
+            "full",
+            None,
+            2,
+            r"with full .*: 1\.\d\dx of 1F1B's; limit: that of Interleaved1F1B, whose step would be shorter",
+        ),
         ("full", "1.2x", 4, r"with full .* and tensor parallelism over 2 ranks: 1\.\d\dx of 1F1B's; limit 1\.2x"),
         ("measured", None, 4, r"from measured costs: 0\.\d+ GiB; limit 1x, the default"),
     ],

@@ -424,10 +424,13 @@ def test_zbpipes_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert not found.select_for("zbpipe", "job of zbpipe")
     assert parse([*options("unshard-lookahead auto")])[0].select_for("torch") == {"unshard_lookahead": "auto"}
     assert parse([*options("check-gradients 2")])[0].check_gradients == 2
-    for wrong in ("defer mean", "split-backward x", "profile-steps -1", "unshard-lookahead 1,x", "check-gradients 0"):
+    for wrong in ("defer", "split-backward half", "max-active-stages -1", "unshard-lookahead 1,x", "check-gradients 0"):
         with pytest.raises(SystemExit):
             parse([*options(wrong)])
         assert re.split("[ ,]", wrong)[-1] in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse([*options("defer-los")])
+    assert "unknown argument --zbpipe.defer-los: did you mean --zbpipe.defer-loss?" in capsys.readouterr().err
 
 
 def test_each_option_has_a_sentence_in_the_help(

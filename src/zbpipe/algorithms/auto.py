@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zbpipe.algorithms.zb import find_shortest
 from zbpipe.costs.job import MemoryLimit, resolve_limits
-from zbpipe.costs.model import CostModel
+from zbpipe.costs.model import CostModel, highest
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
 from zbpipe.schedule.registry import register
@@ -35,7 +35,7 @@ def auto(
     costs = (costs or replace(typical_costs(placement, "full"), working={})).alike
     limits = resolve_limits(memory_limit, placement, costs, microbatches, strict_for="Auto")
     lean = find_shortest("Auto-ZB", placement, microbatches, costs, MemoryLimit(limits, ""))
-    allowed = tuple(map(max, limits, simulate(lean.schedule, costs).peak_memory))
+    allowed = tuple(map(max, limits, [highest(costs, row) for row in lean.schedule]))
 
     def excess(schedule: Schedule) -> float:
         """Memory above the limit, rounded so that ties go to the first schedule."""

@@ -138,9 +138,9 @@ def find_shortest(
     costs, transport = costs or typical_costs(placement), transport or Transport.IDEAL
     costs.require_microbatches(microbatches)
     limits = resolve_limits(memory_limit, placement, costs, microbatches, strict_for=name)
-    standard = [resolve_limits(None, placement, costs, microbatches)]
-    interleaved = _interleaved(placement.num_ranks, microbatches, placement.num_stages // placement.num_ranks)
-    if placement.num_stages > placement.num_ranks:
+    standard = [limits if memory_limit is None else resolve_limits(None, placement, costs, microbatches)]
+    if (stages_per_rank := placement.num_stages // placement.num_ranks) > 1:
+        interleaved = _interleaved(placement.num_ranks, microbatches, stages_per_rank)
         most = max(highest(costs.alike, row) for row in interleaved)
         standard.append(tuple(max(limit, most) for limit in standard[0]))
 
@@ -170,7 +170,7 @@ def _find_within(
 ) -> Timed:
     alike = costs.alike
     plain = replace(alike, fill_waits="off")  # what W takes besides filled waits is known for whole orders only
-    papers, filled = _fill_orders(name, placement, microbatches, plain, tuple(limits), transport)
+    papers, filled = _fill_orders(name, placement, microbatches, plain, limits, transport)
     is_ideal = transport is Transport.IDEAL and not costs.has_fsdp and not costs.varies
     if filled and not search and is_ideal and costs == plain:
         return filled[0]
@@ -180,7 +180,7 @@ def _find_within(
         others = [each.schedule for each in unlimited]
     found = seeds.copy() if search and not is_ideal else seeds[:1]
     if alike != plain:
-        refilled = _fill_orders(name, placement, microbatches, alike, tuple(limits), transport)[1]
+        refilled = _fill_orders(name, placement, microbatches, alike, limits, transport)[1]
         found += [each.schedule for each in refilled[:1]]
     if search and filled and is_searched(placement, microbatches):
         found.append(find_best(name, [*seeds[:_SEEDS], *papers], alike, limits, transport))

@@ -199,7 +199,7 @@ class _Rows:
         best = self.add(f"plan, {zb.placement}", job.planned, zb.placement, placement, budget, is_typed=True)
         if best is None or not zb.fits or best.seconds < (1 - WORTH) * zb.seconds:  # else no other memory is worth it
             self.steps += job.in_other_memory(zb)
-        names = [workload.schedule] * (own is not None) + ["ZB"] * (zb is not own)
+        names = ["ZB"] if own is None else [workload.schedule] if own is zb else [workload.schedule, "ZB"]
         self.lighter = sorted(job.in_lighter_checkpointing(names), key=lambda each: each.seconds)
 
     def add_all(self, wanted: Sequence[Algorithm], numbers: Sequence[int]) -> None:
@@ -301,7 +301,8 @@ class _Job:
         workload, now, found = self.workload, self.workload.checkpointing, list[Step]()
         if self.measured or self.rates is None or now is None:
             return []
-        for how in (kinds := list(Checkpointing))[: kinds.index(now)]:
+        kinds = list(Checkpointing)
+        for how in kinds[: kinds.index(now)]:
             with suppress(ValueError):  # counted for the job's checkpointing only, or too few layers for VHalf
                 lighter = workload.on(workload.degrees, how)
                 other = replace(self, workload=lighter, cut=WorkloadCut(lighter))

@@ -142,7 +142,7 @@ class Problem:
             stage, kind = divmod(number % num_ops // microbatches, 3)
             if number < num_ops:
                 rows[rank_of[stage]].append(new_tuple(Op, (stage, KINDS[kind], number % microbatches)))
-            elif kind == 1:
+            elif KINDS[kind] is OpKind.I:  # the B's W has no op of its own
                 rows[rank_of[stage]].append(new_tuple(Op, (stage, OpKind.B, number % microbatches)))
         return Schedule(name, self.placement, microbatches, tuple(map(tuple, rows)))
 

@@ -132,14 +132,17 @@ def place_stages(
         raise ValueError(f"{name}: all stages of a rank have to be in one process group, got (rank, size) {groups}")
     rank, group_size = groups[0]
     placement = algorithm.place(group_size, len(ordered) if algorithm.any_stages_per_rank else None)
-    expected, found = placement.stages_on(rank), tuple(stage.stage_index for stage in ordered)
-    totals, loop = {stage.num_stages for stage in ordered}, Placement.loop(group_size, len(found)).stages_on(rank)
+    expected = placement.stages_on(rank)
+    found = tuple(stage.stage_index for stage in ordered)
+    totals = {stage.num_stages for stage in ordered}
     if found != expected or totals != {placement.num_stages}:
+        loop = Placement.loop(group_size, len(found))
+        is_loop = found == loop.stages_on(rank) and totals == {loop.num_stages}
         raise ValueError(
             f"{name} on {group_size} pipeline ranks has {placement.num_stages} stages in all, and rank {rank} holds"
             f" the stages {list(expected)}; got the stages {list(found)} built with num_stages={sorted(totals)}."
             f" Build those that zbpipe.stage_indices({name!r}, rank={rank}, num_ranks={group_size}) names"
-            f"{', or take ZBLoop, which runs yours' * (found == loop)}"
+            f"{', or take ZBLoop, which runs yours' if is_loop else ''}"
         )
     return ordered, placement
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from zbpipe.runtime._torch.autograd import own_buffers
-from zbpipe.runtime._torch.tensor_data import find_storage, own_part
+from zbpipe.runtime._torch.tensor_data import is_expanded, own_part
 from zbpipe.runtime.device import RandomState
 
 
@@ -21,19 +21,13 @@ class Buffers:
         self._owners = [(own, dict(own)) for own in owners]
         found = {id(each): each for own in owners for each in own.values() if each is not None and not is_lazy(each)}
         local = [own_part(each).detach() for each in found.values() if not each.is_inference()]
-        self._values = [(each, each.clone()) for each in local if not _is_expanded(each)]
+        self._values = [(each, each.clone()) for each in local if not is_expanded(each)]
 
     def restore(self) -> None:
         for own, before in self._owners:
             own.update(before)
         for buffer, value in self._values:
             buffer.copy_(value)
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    """Whether a tensor is larger than its memory. torch refuses to write into those."""
-    storage = find_storage(tensor)
-    return storage is not None and storage.nbytes() < tensor.nbytes
 
 
 class ModuleState:

@@ -89,9 +89,9 @@ def dependencies(action: Action, rank_of: Sequence[int]) -> list[tuple[Action, .
     """Groups of actions, of each of which one has to be over before `action`."""
     if action.kind in COMPUTE:
         op = op_of(action)
-        receive = Action(op.stage, "RECV_F" if op.kind is OpKind.F else "RECV_B", op.microbatch)
+        own, receive = rank_of[op.stage], Action(op.stage, "RECV_F" if op.kind is OpKind.F else "RECV_B", op.microbatch)
         return [
-            tuple(Action(*giver) for giver in group) if rank_of[group[0].stage] == rank_of[op.stage] else (receive,)
+            tuple(new_tuple(Action, each) for each in group) if rank_of[group[0].stage] == own else (receive,)
             for group in inputs(op, len(rank_of))
         ]
     if action.kind in SENDS:

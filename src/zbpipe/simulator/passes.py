@@ -10,6 +10,7 @@ from math import frexp, ldexp
 
 from zbpipe.costs.model import SENDS, CostModel, Receives
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
+from zbpipe.schedule.tables import Cell
 from zbpipe.simulator.actions import COMPUTE, RECEIVES, WAITS, Action, Rows, message_of, other_end, sends_by_action
 from zbpipe.simulator.timeline import Span, Timeline
 
@@ -98,8 +99,8 @@ def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
     this order of their ops, so nothing waits in a cycle under any times. If more than `share` of the running
     computation is over when the message starts, the receive goes after it.
     """
-    spans: dict[tuple[int, str, int], Span] = {span.op: span for row in timeline.spans for span in row}
-    place: dict[tuple[int, str, int], int] = {op: n for n, op in enumerate(sort_by_end(timeline))}
+    spans: dict[Cell, Span] = {span.op: span for row in timeline.spans for span in row}
+    place: dict[Cell, int] = {op: n for n, op in enumerate(sort_by_end(timeline))}
     maker = {
         other_end((span.op.stage, SENDS[span.op.kind is not OpKind.F], span.op.microbatch)): span
         for span in spans.values()

@@ -121,9 +121,9 @@ def _compare(outcomes: dict[str, JobOutcome]) -> Iterator[str]:
     from zbpipe.views.report import table
 
     yield (
-        f"\nLlama 3 debug model, {RANKS} pipeline ranks on the CPU, {CHECKPOINTING} checkpointing, which torch's"
-        " ZBVZeroBubble refuses. Speed and bubble (idle time) are medians of the measured steps, without the first."
-        " More ranks have more bubble to fill: `zbpipe compare -p 8 -m 32` simulates them.\n"
+        f"\nLlama 3 debug model, {RANKS} pipeline ranks on the CPU, {CHECKPOINTING} checkpointing, with which"
+        " torch's ZBVZeroBubble fails. Speed and bubble (idle time) are medians of the measured steps, without the"
+        " first ones. More ranks have more bubble to fill: `zbpipe compare -p 8 -m 32` simulates them.\n"
     )
     head = ("schedule", "from", "first loss", "last loss", "tokens/s", "bubble")
     yield from table(head, [_cells(*each) for each in outcomes.items()], left=2)

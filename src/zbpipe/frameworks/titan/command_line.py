@@ -82,8 +82,9 @@ def read_workload(arguments: Sequence[str], gpus: int) -> Workload:
     from zbpipe.frameworks.titan.models import workload_of  # not before: TorchTitan chooses its device at import
 
     name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)
-    is_free = config.parallelism.data_parallel_shard_degree == -1  # FSDP uses what is left
-    degrees = {name: each for name, each in _DEGREES.items() if name != "fsdp" or not is_free}
+    degrees = dict(_DEGREES)
+    if config.parallelism.data_parallel_shard_degree == -1:  # FSDP uses what is left
+        del degrees["fsdp"]
     checkpointing, own = " ".join(find_installed().checkpointing).removesuffix("{}"), parse(arguments)[0]
     return replace(
         workload_of(config, degrees_of(config, gpus), name),

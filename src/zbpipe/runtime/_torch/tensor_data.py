@@ -75,6 +75,12 @@ with _disable_current_modes():  # a job may import this among fake tensors
     _FACTORS = _make_factors(_FEW, torch.device("cpu"))
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether a tensor is larger than its memory. torch refuses to write into those."""
+    storage = find_storage(tensor)
+    return storage is not None and storage.nbytes() < tensor.nbytes
+
+
 def find_storage(tensor: Tensor) -> torch.UntypedStorage | None:
     """The tensor's memory; None if the tensor hides it, as results of pending collectives do."""
     tensor = own_part(tensor)

@@ -225,7 +225,7 @@ class PendingGradient:
             return False
         memory = tensor_data.find_storage(gradient)
         known = map(tensor_data.find_storage, self.tensors)
-        return memory is None or memory.nbytes() < gradient.nbytes or any(memory is each for each in known)
+        return memory is None or tensor_data.is_expanded(gradient) or any(memory is each for each in known)
 
     def _accumulate_part(self, part: sources.Part) -> None:
         leaf = part.leaf
